@@ -60,7 +60,7 @@ help:
 demo: $(VENV)/stamp-core
 	$(BIN)/python -m examples.demo
 
-# Tests of rules that have a compiled twin. Other tests compare both, as test_recovery_alike does for whole recoveries.
+# Tests of rules that have a compiled twin. Others take turns, as tests/damage does for whole recoveries.
 COMPILED := $(patsubst %,tests/layout/test_%.py,dispatch_few encode indexfile messageid pairs properties record run scan) \
 	$(patsubst %,tests/log/test_%.py,copy_many dispatch golden put read scanner_live small_batches splice) \
 	$(patsubst %,tests/broker/test_%.py,pop pop_fifo pop_restart)
@@ -138,7 +138,7 @@ var/rocketmq-client-%/fetched: tests/serve/java/pom.xml
 	@touch $@
 
 # Files of tests/log that try a kill at each change of a run, as those of other folders below do.
-KILLED := inbox recovery snapshot watermark
+KILLED := inbox recovery snapshot splice watermark
 
 crash: $(VENV)/stamp-dev
 	MQSTORE_CRASH_IMAGES=$(N) $(BIN)/python -m pytest -q tests/crash $(KILLED:%=tests/log/test_%.py) tests/broker/test_cut.py tests/broker/test_popjava.py tests/jobs/test_publish.py

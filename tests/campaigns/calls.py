@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -49,26 +50,6 @@ def put_plain(work: Work) -> None:
     work.keep(queue_id=0)
 
 
-def put_everything(work: Work) -> None:
-    work.keep(tag="a", keys=["k"], properties={"a": "b"})
-
-
-def put_group(work: Work) -> None:
-    work.keep(message_group="g")
-
-
-def put_durable(work: Work) -> None:
-    work.keep(durability="flush")
-
-
-def put_delay(work: Work) -> None:
-    work.store.put("t", b"later", delay=30)
-
-
-def put_level(work: Work) -> None:
-    work.store.put("t", b"later", delay_level=2)
-
-
 def recall(work: Work) -> None:
     handle = work.store.put("t", b"later", delay=30).recall_handle
     assert handle is not None
@@ -80,10 +61,6 @@ def put_many(work: Work) -> None:
     work.put.extend(zip(work.store.put_many("t", bodies, queue_id=1), bodies, strict=True))
 
 
-def put_large(work: Work) -> None:
-    work.store.put("t", bytes(9000), queue_id=2)  # rolls every few calls
-
-
 def create_topic(work: Work) -> None:
     work.number += 1
     work.store.create_topic(f"made-{work.number}")
@@ -93,12 +70,6 @@ def read_back(work: Work) -> None:
     receipt = work.keep(queue_id=0)
     [message] = work.store.read("t", 0, receipt.offset, 1)  # behind it may be what was delayed
     assert message.body == work.put[-1][1]
-
-
-def iterate(work: Work) -> None:
-    for count, _ in enumerate(work.store.iter("t")):
-        if count > 5:
-            break
 
 
 def find(work: Work) -> None:
@@ -127,32 +98,19 @@ def snapshot(work: Work) -> None:
     shutil.rmtree(target)
 
 
-def commit(work: Work) -> None:
-    work.store.commit_offset("reader", QueueRef("t", 0), 0, durability="flush")
+def a_queue(store: Store) -> mqstore.Queue:
+    return store.queue("q", visibility=0.2)
 
 
-def a_queue(store: Store, **options: Any) -> mqstore.Queue:
-    return store.queue("q", visibility=0.2, **options)
+def get_and(settle: Callable[[mqstore.Task], object]) -> Step:
+    def step(work: Work) -> None:
+        work.tool.put(b"x")
+        settle(work.tool.get(timeout=5))
+
+    return step
 
 
-def get_and_ack(work: Work) -> None:
-    work.tool.put(b"x")
-    work.tool.get(timeout=5).ack()
-
-
-def get_and_nack(work: Work) -> None:
-    work.tool.put(b"x")
-    work.tool.get(timeout=5).nack(delay=0)
-
-
-def get_and_reject(work: Work) -> None:
-    work.tool.put(b"x")
-    work.tool.get(timeout=5).reject("no")
-
-
-def get_and_extend(work: Work) -> None:
-    work.tool.put(b"x")
-    task = work.tool.get(timeout=5)
+def extend_and_ack(task: mqstore.Task) -> None:
     task.extend(0.2)
     task.ack()
 
@@ -175,10 +133,6 @@ def get_nothing(work: Work) -> None:
         work.tool.get(timeout=0.001).ack()
 
 
-def join(work: Work) -> None:
-    work.tool.join(timeout=0.001)
-
-
 def bounded(store: Store) -> mqstore.Queue:
     return store.queue("bounded", maxsize=2, visibility=0.2)
 
@@ -196,12 +150,7 @@ def ordered(store: Store) -> mqstore.Queue:
     return store.queue(f"in-order-{len(store.topics())}", ordered=True, visibility=0.2)
 
 
-def dead_letters(work: Work) -> None:
-    list(work.tool.dead_letters)
-
-
-def simple(store: Store) -> Any:
-    consumer = store.simple_consumer("simple")
+def subscribed(consumer: Any) -> Any:
     consumer.subscribe("t")
     return consumer
 
@@ -212,47 +161,28 @@ def receive(work: Work) -> None:
         delivery.ack()
 
 
-def pull(store: Store) -> Any:
-    consumer = store.pull_consumer("pull")
-    consumer.subscribe("t")
-    return consumer
-
-
 def poll(work: Work) -> None:
     work.keep()
     work.tool.poll(timeout=1)
     work.tool.commit()
 
 
-def poll_nothing(work: Work) -> None:
-    work.tool.poll(timeout=0.001)
+def push(**options: Any) -> Step:
+    def step(work: Work) -> None:
+        done = threading.Event()
+        consumer = work.store.push_consumer(f"push-{'-'.join(options) or 'plain'}", workers=1, **options)
+        consumer.subscribe("t", lambda message: done.set())
+        try:
+            consumer.start()
+            work.keep()
+        finally:
+            consumer.stop(timeout=5)
 
-
-def push(work: Work, **options: Any) -> None:
-    done = threading.Event()
-    consumer = work.store.push_consumer(f"push-{'-'.join(options) or 'plain'}", workers=1, **options)
-    consumer.subscribe("t", lambda message: done.set())
-    try:
-        consumer.start()
-        work.keep()
-    finally:
-        consumer.stop(timeout=5)
-
-
-def push_pop(work: Work) -> None:
-    push(work, mode="pop")
-
-
-def push_ordered(work: Work) -> None:
-    push(work, ordered=True)
+    return step
 
 
 def producer(store: Store) -> mqstore.Producer:
     return store.producer("producer", checker=lambda message: True)
-
-
-def send(work: Work) -> None:
-    work.tool.send("t", b"x")
 
 
 def submit(work: Work) -> None:
@@ -273,41 +203,47 @@ def transact(work: Work) -> None:
 
 CALLS: dict[str, tuple[Callable[[Store], Any], Step]] = {
     "put": (nothing, put_plain),
-    "put with tag, keys, properties": (nothing, put_everything),
-    "put of a message group": (nothing, put_group),
-    "put, durable": (nothing, put_durable),
-    "put with a delay": (nothing, put_delay),
-    "put with a delay level": (nothing, put_level),
-    "put that rolls": (nothing, put_large),
+    "put with tag, keys, properties": (nothing, lambda work: work.keep(tag="a", keys=["k"], properties={"a": "b"})),
+    "put of a message group": (nothing, lambda work: work.keep(message_group="g")),
+    "put, durable": (nothing, lambda work: work.keep(durability="flush")),
+    "put with a delay": (nothing, lambda work: work.store.put("t", b"later", delay=30)),
+    "put with a delay level": (nothing, lambda work: work.store.put("t", b"later", delay_level=2)),
+    "put that rolls": (nothing, lambda work: work.store.put("t", bytes(9000), queue_id=2)),  # every few calls
     "put_many": (nothing, put_many),
     "recall": (nothing, recall),
     "create_topic": (nothing, create_topic),
     "read": (nothing, read_back),
-    "iter": (nothing, iterate),
+    "iter": (nothing, lambda work: list(islice(work.store.iter("t"), 6))),
     "find": (nothing, find),
     "look": (nothing, look),
     "verify": (nothing, verify),
     "snapshot": (nothing, snapshot),
-    "commit_offset": (nothing, commit),
-    "get, ack": (a_queue, get_and_ack),
-    "get, nack": (a_queue, get_and_nack),
-    "get, reject": (a_queue, get_and_reject),
-    "get, extend": (a_queue, get_and_extend),
+    "commit_offset": (
+        nothing,
+        lambda work: work.store.commit_offset("reader", QueueRef("t", 0), 0, durability="flush"),
+    ),
+    "get, ack": (a_queue, get_and(lambda task: task.ack())),
+    "get, nack": (a_queue, get_and(lambda task: task.nack(delay=0))),
+    "get, reject": (a_queue, get_and(lambda task: task.reject("no"))),
+    "get, extend": (a_queue, get_and(extend_and_ack)),
     "get_many": (a_queue, get_many),
     "iter of a queue": (a_queue, drain),
     "get that waits": (a_queue, get_nothing),
-    "join": (a_queue, join),
+    "join": (a_queue, lambda work: work.tool.join(timeout=0.001)),
     "put that waits for room": (bounded, put_bounded),
-    "ordered get, ack": (ordered, get_and_ack),
-    "ordered get, nack": (ordered, get_and_nack),
-    "dead letters": (a_queue, dead_letters),
-    "simple consumer": (simple, receive),
-    "pull consumer": (pull, poll),
-    "pull consumer that waits": (pull, poll_nothing),
-    "push consumer": (nothing, push),
-    "push consumer, pop": (nothing, push_pop),
-    "push consumer, ordered": (nothing, push_ordered),
-    "producer": (producer, send),
+    "ordered get, ack": (ordered, get_and(lambda task: task.ack())),
+    "ordered get, nack": (ordered, get_and(lambda task: task.nack(delay=0))),
+    "dead letters": (a_queue, lambda work: list(work.tool.dead_letters)),
+    "simple consumer": (lambda store: subscribed(store.simple_consumer("simple")), receive),
+    "pull consumer": (lambda store: subscribed(store.pull_consumer("pull")), poll),
+    "pull consumer that waits": (
+        lambda store: subscribed(store.pull_consumer("pull")),
+        lambda work: work.tool.poll(timeout=0.001),
+    ),
+    "push consumer": (nothing, push()),
+    "push consumer, pop": (nothing, push(mode="pop")),
+    "push consumer, ordered": (nothing, push(ordered=True)),
+    "producer": (producer, lambda work: work.tool.send("t", b"x")),
     "producer in the background": (producer, submit),
     "producer, made and closed": (nothing, make_producer),
     "transaction": (producer, transact),

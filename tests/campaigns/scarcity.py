@@ -34,11 +34,11 @@ from tests.commands import looking
 
 __all__ = ["DOORS", "make_stores"]
 
-TOPICS, QUEUES, MESSAGES = 25, 4, 1000
+TOPICS, QUEUES, MESSAGES = 25, 4, 600
 SECONDS = 60
 """After so long a case is taken for one that hangs. The longest take one or two."""
 CONFIG = mqstore.StoreConfig(
-    segment_bytes=2048, consumequeue_units=8, index_slots=32, index_entries=48, default_queues=QUEUES
+    segment_bytes=1536, consumequeue_units=8, index_slots=32, index_entries=24, default_queues=QUEUES
 )
 
 

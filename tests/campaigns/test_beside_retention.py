@@ -33,15 +33,13 @@ import pytest
 
 import mqstore
 from mqstore import Message, OutgoingMessage, Retention, StoreConfig
-from mqstore.engine import Finding
+from mqstore.admin import inspect_store
 from mqstore.errors import OffsetOutOfRangeError
 from mqstore.jobs import verify
-from mqstore.log.reading.raw_scan import walk_queue
-from mqstore.log.reading.readonly import ReadOnlyMessageStore
-from mqstore.log.store import MessageStore
 from mqstore_tools.main import main
 from tests.children import in_child, speaking_child
 from tests.commands import looking
+from tests.log.support import open_in
 
 ROUNDS = os.environ.get("MQSTORE_CAMPAIGN_ROUNDS")
 ONLY = os.environ.get("MQSTORE_CAMPAIGN_SEED")
@@ -72,7 +70,7 @@ def write(path: Path, seed: int, ready: int) -> None:
         **CONFIG, retention=Retention(age=None, max_bytes=kept, unconsumed="drop"), flush_interval=0.01
     )
     if seed % 2:
-        with MessageStore(path, config=config) as log:
+        with open_in("rw", path, config=config) as log:
             for turn in _puts(rng, log.put_many):
                 log.drop_before(log.max_offset - kept)
                 if turn == 100:
@@ -139,14 +137,10 @@ def of(messages: Iterator[Message] | list[Message]) -> Rows:
     return [(message.queue_id, message.offset, message.body) for message in messages]
 
 
-def _log(path: Path) -> MessageStore:
-    return ReadOnlyMessageStore(path)
-
-
 def _read(path: Path) -> Rows:
     """As a program reads that goes on where it is told to."""
     rows: Rows = []
-    with _log(path) as store:
+    with open_in("r", path) as store:
         for ref in store.queues("orders"):
             position, end = store.offsets(*ref)
             while position < end:
@@ -162,23 +156,13 @@ def _read(path: Path) -> Rows:
 
 
 def _iter(path: Path) -> Rows:
-    with _log(path) as store:
+    with open_in("r", path) as store:
         return [row for ref in store.queues("orders") for row in of(store.iter(*ref))]
 
 
 def _iter_all(path: Path) -> Rows:
     with mqstore.open(path, mode="r") as store:
         return of(store.iter("orders"))
-
-
-def _walk(path: Path) -> Rows:
-    rows: Rows = []
-    with _log(path) as store:
-        for ref in store.queues("orders"):
-            for item in walk_queue(store, *ref):
-                assert not isinstance(item, Finding), item
-                rows += of([item])
-    return rows
 
 
 def _arrow(path: Path) -> Rows:
@@ -204,7 +188,7 @@ def _times(path: Path) -> None:
 
 
 def _verify(path: Path) -> None:
-    with _log(path) as store:
+    with open_in("r", path) as store:
         assert list(store.verify()) == []
 
 
@@ -222,8 +206,6 @@ def _facts(path: Path) -> None:
 
 
 def _inspect(path: Path) -> None:
-    from mqstore.broker.admin.contents import inspect_store
-
     assert inspect_store(path)["problems"] == []
 
 
@@ -250,7 +232,6 @@ LOOKS = [
     Look("MessageStore.read", call=_read, complete=True),
     Look("MessageStore.iter", call=_iter, complete=True),
     Look("Store.iter", call=_iter_all, complete=True),
-    Look("walk_queue", call=_walk, complete=True),
     Look("to_arrow", call=_arrow, complete=True),
     Look("find", call=_find),
     Look("offset_at", call=_times),
@@ -262,7 +243,7 @@ LOOKS = [
 
 
 def bounds(path: Path) -> dict[int, tuple[int, int]]:
-    with ReadOnlyMessageStore(path) as store:
+    with open_in("r", path) as store:
         return {ref.queue_id: store.offsets(*ref) for ref in store.queues("orders")}
 
 

@@ -31,21 +31,19 @@ import pytest
 
 import mqstore
 import mqstore_tools.main
-from mqstore.broker.tables.external_offsets import publish
 from mqstore.errors import MQStoreError
-from mqstore.layout.record import Checksum
-from mqstore.log.store import MessageStore
 from tests.children import in_child
 from tests.commands import looking
-from tests.log.splicesupport import Row, bundle
+from tests.log.splicesupport import Row, bundle, publish
+from tests.log.support import open_in
 from tests.records import encode_record
 
-ROUNDS = int(os.environ.get("MQSTORE_CAMPAIGN_ROUNDS", "40"))
+ROUNDS = int(os.environ.get("MQSTORE_CAMPAIGN_ROUNDS", "20"))
 ONE = os.environ.get("MQSTORE_CAMPAIGN_CASE", "")
 PARTS = max(2, min(ROUNDS, 30_000) // 200)
 """Tests that share the cases, so that several processors can, and each ends in time."""
 DEADLINE_S = 30
-CHECKSUMS: dict[str, Checksum] = {"mqstore": "crc32c-record", "rocketmq": "crc32-body"}
+CHECKSUMS: dict[str, Any] = {"mqstore": "crc32c-record", "rocketmq": "crc32-body"}
 PROFILES = tuple(CHECKSUMS)
 CUT_AT = 10 << 20
 """Physical offset of a message in `cut/`."""
@@ -196,7 +194,7 @@ def _build(root: Path, profile: Any) -> None:
     config = mqstore.StoreConfig(
         segment_bytes=1 << 16, consumequeue_units=64, index_slots=16, index_entries=64, default_queues=1
     )
-    MessageStore(root, profile=profile, config=config).close()
+    open_in("rw", root, profile=profile, config=config).close()
     manifest = root / "mqstore.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"timerlog_segment_bytes": 4096}))
     with mqstore.open(root, config=config) as store:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mqstore import Profile, SimulatedClock, StoreConfig
+from mqstore.broker.broker import Broker
 from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.delay.timercheck import TimerCheck
 from mqstore.files.filesystem import REAL, FileSystem
+from mqstore.log.store import MessageStore
 from tests.crash.recording import RecordingFileSystem, build_image
 from tests.log.support import kill, open_in
 
@@ -29,6 +31,11 @@ def open_store(path: Path, mode: Literal["rw", "r"], profile: Profile, fs: FileS
         sizes = if_new(path, **sizes) if mode == "rw" else {}
     config = StoreConfig(clock=SimulatedClock(), **sizes)
     return open_in(mode, path, profile=profile, config=config, fs=fs)
+
+
+def open_broker(path: Path, sizes: dict[str, int], fs: FileSystem = REAL, **config: Any) -> Broker:
+    """A broker on a store of these sizes, if it is new."""
+    return Broker(MessageStore(path, config=StoreConfig(**config, **if_new(path, **sizes)), fs=fs))
 
 
 def checkpoint_of(timer: TimerService) -> TimerCheck:

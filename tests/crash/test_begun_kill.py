@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore.broker.redelivery.attempt_journal import PROCESS_ENDED
 from tests.children import in_child
 
 LIMIT_S = 60
+PROCESS_ENDED = "the process ended while it was handled"
 GOOD = [f"m{i}" for i in range(40)]
 WORKERS = 4
 MODES = {
@@ -53,9 +53,7 @@ def consume(path: Path, log_path: Path, options: dict[str, Any]) -> None:
                 time.sleep(0.01)
 
 
-@pytest.mark.parametrize(
-    ("mode", "batch_size"), [("queue", 1), ("queue", 4), ("queue, ordered", 1), ("pop", 4), ("pop, ordered", 1)]
-)
+@pytest.mark.parametrize(("mode", "batch_size"), [("queue", 4), ("queue, ordered", 1), ("pop", 4), ("pop, ordered", 1)])
 def test_only_the_message_that_kills_the_process_is_a_dead_letter(tmp_path: Path, mode: str, batch_size: int) -> None:
     path, log = tmp_path / "store", tmp_path / "log"
     with mqstore.open(path) as store:

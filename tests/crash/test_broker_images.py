@@ -22,13 +22,10 @@ from typing import Any
 
 import pytest
 
-from mqstore import Message, Retention, RetryPolicy, SimulatedClock, StoreConfig
-from mqstore.broker.broker import Broker
-from mqstore.files.filesystem import FileSystem
-from mqstore.log.store import MessageStore
+from mqstore import Message, Retention, RetryPolicy, SimulatedClock
+from tests.crash import support
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
-from tests.crash.support import if_new
 from tests.log.support import Unsynced, kill
 
 TOPICS = ("t", "%RETRY%g")
@@ -50,9 +47,8 @@ class Script:
     """Moments before segments were dropped."""
 
 
-def open_broker(path: Path, clock: SimulatedClock, fs: FileSystem) -> Broker:
-    config = StoreConfig(clock=clock, retention=Retention(age=5), delay_levels="1s 5s", **if_new(path, **SIZES))
-    return Broker(MessageStore(path, config=config, fs=fs))
+def open_broker(path: Path, clock: SimulatedClock, fs: Any) -> Any:
+    return support.open_broker(path, SIZES, fs, clock=clock, retention=Retention(age=5), delay_levels="1s 5s")
 
 
 class Run:
@@ -178,7 +174,7 @@ def record(seed: int, root: Path, fs: RecordingFileSystem) -> Script:
 CAMPAIGN = Campaign("test_broker_images.py", record, images=36, chunk=12, images_a_script=12)
 
 
-def settings_of(broker: Broker) -> dict[tuple[str, str], int | None]:
+def settings_of(broker: Any) -> dict[tuple[str, str], int | None]:
     found: dict[tuple[str, str], int | None] = {}
     for name in ("g1", "g2"):
         found["group", name] = None if (group := broker.groups.get(name)) is None else group.max_attempts
@@ -198,7 +194,7 @@ def check_settings(marks: list[Any], found: dict[tuple[str, str], int | None]) -
         assert value in allowed[key], f"{' '.join(key)} is {value}, not one of {allowed[key]}"
 
 
-def drain(broker: Broker, clock: SimulatedClock, *, kept: int) -> list[Message]:
+def drain(broker: Any, clock: SimulatedClock, *, kept: int) -> list[Message]:
     """Everything that the group has before it, in the topic and, after any delay, in its retry topic."""
     found: list[Message] = []
     for _ in range(4):

@@ -20,14 +20,13 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import mqstore
 from mqstore import Message
-from mqstore.broker.broker import Broker
 from mqstore.errors import ReceiptExpiredError
-from mqstore.log.reading.readonly import ReadOnlyMessageStore
-from mqstore.log.store import MessageStore
 from tests.children import killed_child
+from tests.crash import support
+from tests.log.support import open_in
 
 _SAY = struct.Struct(">cqq")
 """`p` n due: put n, due at that wall ms (0: at once); `P` n: put to the ordered topic. `h` n now: handled n; `a` n: its
@@ -36,9 +35,8 @@ an ack is about to be tried."""
 _CONFIG = {"segment_bytes": 1 << 16, "consumequeue_units": 64, "index_slots": 64, "index_entries": 512}
 
 
-def open_broker(path: Path) -> Broker:
-    config = mqstore.StoreConfig(**_CONFIG, commit_interval=0.2, flush_interval=0.02, delay_levels="1s 2s")
-    return Broker(MessageStore(path, config=config))
+def open_broker(path: Path) -> Any:
+    return support.open_broker(path, _CONFIG, commit_interval=0.2, flush_interval=0.02, delay_levels="1s 2s")
 
 
 def number(message: Message) -> int:
@@ -211,7 +209,7 @@ def test_killed_broker_keeps_every_promise(tmp_path: Path) -> None:
     rng = random.Random(20261121)
     path = tmp_path / "store"
     books = Books()
-    for _ in range(10):
+    for _ in range(6):
         one_round(path, books, rng)
     drain(path, books)
 
@@ -221,5 +219,5 @@ def test_killed_broker_keeps_every_promise(tmp_path: Path) -> None:
     # have counted without that.
     assert books.ordered <= books.ordered_settled + books.ordered_doubtful
     assert books.ordered_settled <= books.ordered + 10
-    with ReadOnlyMessageStore(path) as store:
+    with open_in("r", path) as store:
         assert list(store.verify()) == []

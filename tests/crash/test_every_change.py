@@ -23,12 +23,9 @@ from typing import Any
 
 import pytest
 
-from mqstore import RetryPolicy, SimulatedClock, StoreConfig
-from mqstore.broker.broker import Broker
-from mqstore.files.filesystem import FileSystem
-from mqstore.log.store import MessageStore
+from mqstore import RetryPolicy, SimulatedClock
+from tests.crash import support
 from tests.crash.recording import Event, RecordingFileSystem, build_image
-from tests.crash.support import if_new
 from tests.faults import STEP
 from tests.log.support import Unsynced, kill
 
@@ -47,12 +44,11 @@ class Script:
     """The wall clock behind the last of them."""
 
 
-def open_broker(path: Path, clock: SimulatedClock, fs: FileSystem) -> Broker:
-    config = StoreConfig(clock=clock, delay_levels="1s 5s", dlq_retention=20, **if_new(path, **SIZES))
-    return Broker(MessageStore(path, config=config, fs=fs))
+def open_broker(path: Path, clock: SimulatedClock, fs: Any) -> Any:
+    return support.open_broker(path, SIZES, fs, clock=clock, delay_levels="1s 5s", dlq_retention=20)
 
 
-def work(broker: Broker, clock: SimulatedClock, duration_ms: int = 0) -> None:
+def work(broker: Any, clock: SimulatedClock, duration_ms: int = 0) -> None:
     clock.advance(duration_ms)
     for _ in range(6):
         broker.run_once()
@@ -218,7 +214,7 @@ def check(image: Path, marks: list[Any], script: Script, *, killed: bool) -> Non
         kill(broker.store)
 
 
-def consumed(broker: Broker, clock: SimulatedClock, group: str, order: bool) -> Iterator[tuple[int, bytes]]:
+def consumed(broker: Any, clock: SimulatedClock, group: str, order: bool) -> Iterator[tuple[int, bytes]]:
     """What the group gets until nothing more comes, all of it acknowledged: (offset in the topic, body)."""
     if broker.groups.get(group) is None or broker.topics.get("t") is None:
         return

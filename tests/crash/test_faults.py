@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,11 +25,9 @@ from mqstore.errors import (
     StoreFullError,
     StoreIOError,
 )
-from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.layout.checkpoint import decode
-from mqstore.log.reading.readonly import ReadOnlyMessageStore
-from mqstore.log.store import MessageStore
 from tests.faults import STEP, FaultyFileSystem
+from tests.log.recovering import checkpoint_of
+from tests.log.support import open_in
 
 SIZES = {"segment_bytes": 4096, "consumequeue_units": 8, "index_slots": 8, "index_entries": 24}
 COUNT = 30
@@ -46,18 +45,18 @@ class Run:
     """The scripted run. It goes on after each error as a program would: tries the same put again, reopens after a
     failed sync. `acknowledged` counts messages, `errors` what was raised."""
 
-    def __init__(self, path: Path, fs: FileSystem) -> None:
+    def __init__(self, path: Path, fs: Any) -> None:
         self.path = path
         self.fs = fs
         self.clock = SimulatedClock()
         self.acknowledged = 0
         self.errors: list[MQStoreError] = []
-        self.store: MessageStore | None = None
+        self.store: Any = None
 
     def attempt(self) -> None:
         """One try at the rest of the run."""
         if self.store is None or self.store.closed:
-            self.store = MessageStore(self.path, config=config(self.clock), fs=self.fs)
+            self.store = open_in("rw", self.path, config=config(self.clock), fs=self.fs)
         while self.acknowledged < COUNT:
             n = self.acknowledged
             self.store.put("t", body_of(n), keys=f"k{n}", durability="flush" if n % 3 == 0 else "append")
@@ -84,7 +83,7 @@ class Run:
                 # Stored or not, nobody knows; a program that must know looks for it.
                 assert self.store is not None
                 self.store.close()
-                self.store = MessageStore(self.path, config=config(self.clock), fs=self.fs)
+                self.store = open_in("rw", self.path, config=config(self.clock), fs=self.fs)
                 self.acknowledged = self.store.offsets("t")[1] if "t" in self.store.topics() else 0
             except MQStoreError as error:
                 self.errors.append(error)
@@ -93,14 +92,14 @@ class Run:
 
 def check(path: Path, count: int) -> None:
     """Everything acknowledged is there, findable, and in order."""
-    with MessageStore(path, config=config()) as store:
+    with open_in("rw", path, config=config()) as store:
         assert store.recovery.findings == []
         low, high = store.offsets("t")
         assert high == count
         for n, message in zip(range(low, high), store.iter("t"), strict=True):
             assert message.body == body_of(n)
             assert [m.offset for m in store.find("t", key=f"k{n}")] == [n]
-    with ReadOnlyMessageStore(path) as store:
+    with open_in("r", path) as store:
         assert list(store.verify()) == []
 
 
@@ -153,7 +152,7 @@ def test_one_failing_call_is_a_named_error_and_harms_nothing(tmp_path: Path, ope
 def test_a_failed_sync_of_the_log_poisons_until_the_store_is_opened_again(tmp_path: Path) -> None:
     path = tmp_path / "store"
     fs = FaultyFileSystem()
-    store = MessageStore(path, config=config(), fs=fs)
+    store = open_in("rw", path, config=config(), fs=fs)
     store.put("t", body_of(0), keys="k0", durability="flush")
     fs.fail("fdatasync", errno.EIO, path_part="commitlog")
     with pytest.raises(FlushFailedError):
@@ -171,7 +170,7 @@ def test_a_failed_sync_of_the_log_poisons_until_the_store_is_opened_again(tmp_pa
     assert store.read("t")[0].body == body_of(0)  # what is stored stays readable
     store.close()
     assert (path / "abort").exists()
-    with MessageStore(path, config=config(), fs=fs) as store:
+    with open_in("rw", path, config=config(), fs=fs) as store:
         # What the failed sync left in the cache looks clean to the kernel; so it is written again before it counts.
         written = [c for c in fs.calls if c.operation == "pwrite" and "commitlog" in c.path and c.length > 100]
         assert written
@@ -183,7 +182,7 @@ def test_a_failed_sync_of_the_log_poisons_until_the_store_is_opened_again(tmp_pa
 @pytest.mark.parametrize("nth", [1, 2, 3])
 def test_a_failed_sync_of_any_of_several_segments_poisons_the_log(tmp_path: Path, nth: int) -> None:
     fs = FaultyFileSystem()
-    with MessageStore(tmp_path / "store", config=config(), fs=fs) as store:
+    with open_in("rw", tmp_path / "store", config=config(), fs=fs) as store:
         store.put("t", b"", durability="flush")
         while len(store.log_files.segments()) < 3:
             store.put("t", bytes(1000))
@@ -202,7 +201,7 @@ def test_a_sync_that_finds_no_descriptor_free_is_made_when_there_is_one(
     """Nothing was synced, so the system has dropped nothing; the store took no more puts until opened anew."""
     path = tmp_path / "store"
     fs = FaultyFileSystem()
-    with MessageStore(path, config=config(), fs=fs) as store:
+    with open_in("rw", path, config=config(), fs=fs) as store:
         first = store.put("t", body_of(0), keys="k0")
         fs.fail(operation, number, path_part="commitlog", times=None)
         for _ in range(2):
@@ -228,7 +227,7 @@ def test_units_whose_sync_failed_are_not_claimed_by_a_later_sync(tmp_path: Path)
     """The system may have dropped what it could not write, and the second sync would not know."""
     path = tmp_path / "store"
     fs, clock = FaultyFileSystem(), SimulatedClock()
-    with MessageStore(path, config=config(clock), fs=fs) as store:
+    with open_in("rw", path, config=config(clock), fs=fs) as store:
         store.put("t", body_of(0), keys="k0", durability="flush")
         store.dispatch()
         store.run_once(clock.monotonic_ms())
@@ -237,9 +236,9 @@ def test_units_whose_sync_failed_are_not_claimed_by_a_later_sync(tmp_path: Path)
             clock.advance(60_000)
             store.run_once(clock.monotonic_ms())
             assert "units" in store.stats().errors
-        assert decode((path / "checkpoint").read_bytes()).dispatched == 0
+        assert checkpoint_of(path).dispatched == 0
         fs.heal()
-    with MessageStore(path, config=config()) as store:
+    with open_in("rw", path, config=config()) as store:
         assert not store.clean_shutdown
     check(path, 1)
 
@@ -249,7 +248,7 @@ def test_queues_that_find_no_descriptor_free_to_sync_by_are_synced_later(tmp_pat
     """Their sync passed for failed, and was never made again: the store could not be closed cleanly any more."""
     path = tmp_path / "store"
     fs, clock = FaultyFileSystem(), SimulatedClock()
-    with MessageStore(path, config=config(clock), fs=fs) as store:
+    with open_in("rw", path, config=config(clock), fs=fs) as store:
         store.put("t", body_of(0), keys="k0", durability="flush")
         store.dispatch()
         store.run_once(clock.monotonic_ms())
@@ -261,7 +260,7 @@ def test_queues_that_find_no_descriptor_free_to_sync_by_are_synced_later(tmp_pat
             assert ("units" in store.stats().errors) is failed
             fs.heal()
     check(path, 1)
-    with MessageStore(path, config=config()) as store:
+    with open_in("rw", path, config=config()) as store:
         assert store.clean_shutdown
 
 
@@ -296,7 +295,7 @@ def small_disk(path: Path, size: int) -> Iterator[None]:
         subprocess.run(["umount", "-l", path], check=False, capture_output=True)
 
 
-def fill(store: MessageStore, n: int, durability: Durability = "flush") -> int:
+def fill(store: Any, n: int, durability: Durability = "flush") -> int:
     """Put messages `n` and later until something is refused; the number of the one that was."""
     for number in range(n, n + 10_000):
         try:
@@ -324,7 +323,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         path = disk / "store"
         # A file has 4 KiB at least, so fewer of them here.
         sizes = {**SIZES, "consumequeue_units": 512, "index_entries": 200}
-        store = MessageStore(path, config=StoreConfig(clock=SimulatedClock(), **sizes))
+        store = open_in("rw", path, config=StoreConfig(clock=SimulatedClock(), **sizes))
         count = fill(store, 0)
         assert count > 30
         with pytest.raises(StoreFullError):
@@ -335,10 +334,10 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         assert [m.body for m in store.iter("t")] == [body_of(n) for n in range(count)]
         count = fill(store, count)
         store.close()  # dispatch finds no room either: not a clean end
-        with ReadOnlyMessageStore(path) as reader:
+        with open_in("r", path) as reader:
             assert all(m.body == body_of(n) for n, m in enumerate(reader.iter("t")))
         (disk / "ballast-1").unlink()
-        with MessageStore(path) as store:
+        with open_in("rw", path) as store:
             assert [m.body for m in store.iter("t")] == [body_of(n) for n in range(count)]
             assert store.recovery.findings == []
 
@@ -346,7 +345,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
 def test_a_limit_on_file_size_is_an_error_not_a_dead_process(tmp_path: Path) -> None:
     """RLIMIT_FSIZE stands in for a quota where nothing can be mounted: the next segment cannot be made."""
     path = tmp_path / "store"
-    with MessageStore(path, config=config()) as store:
+    with open_in("rw", path, config=config()) as store:
         for n in range(3):
             store.put("t", body_of(n))
         store.dispatch()
@@ -360,7 +359,7 @@ def test_a_limit_on_file_size_is_an_error_not_a_dead_process(tmp_path: Path) -> 
 
 def test_too_many_open_files(tmp_path: Path) -> None:
     path = tmp_path / "store"
-    with MessageStore(path, config=config(), fs=REAL) as store:
+    with open_in("rw", path, config=config()) as store:
         for n in range(20):
             store.put("t", body_of(n))
         with limited(resource.RLIMIT_NOFILE, 3):  # what is open stays so
@@ -373,7 +372,7 @@ def test_too_many_open_files(tmp_path: Path) -> None:
 def test_a_wanted_sync_without_a_descriptor_is_tried_again(tmp_path: Path) -> None:
     """A put that does not wait, in a store that shows only what is on disk, has asked the flusher for it."""
     fs, clock = FaultyFileSystem(), SimulatedClock()
-    with MessageStore(tmp_path / "store", durability="flush", config=config(clock), fs=fs) as store:
+    with open_in("rw", tmp_path / "store", durability="flush", config=config(clock), fs=fs) as store:
         store.put("t", body_of(0), durability="append")
         fs.fail("sync_directory", errno.EMFILE, path_part="commitlog", times=None)
         store.run_once(clock.monotonic_ms())

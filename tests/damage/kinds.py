@@ -8,6 +8,7 @@ import shutil
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from tests.damage.support import MAGIC_BLANK, Made, Record, overwrite, queue_files, segments, write
@@ -92,6 +93,18 @@ class Target:
         left = self.made.segment_bytes - record.start % self.made.segment_bytes
         write(self.path, record.start, struct.pack(">ii", left, MAGIC_BLANK))
 
+    def spoil_end_markers(self) -> None:
+        """Overwrite the markers at the ends of segments: by zeros, by nonsense, by a wrong length."""
+        bounds = [(a, b) for a, b in pairwise(self.made.records) if b.start > a.end]
+        for n, (before, after) in enumerate(bounds):
+            write(self.path, before.end, [bytes(8), b"\1" * 8, struct.pack(">i", after.start - before.start)][n % 3])
+
+    def add_stale_segments(self) -> None:
+        """Add files after the log's end: a copy of the first segment, and one of zeros."""
+        last, size = self.segment(1), self.made.segment_bytes
+        shutil.copy(self.segment(0), last.with_name(f"{int(last.name) + size:020d}"))
+        last.with_name(f"{int(last.name) + 2 * size:020d}").write_bytes(bytes(size))
+
     def last_of_segment(self, part: float) -> Record:
         """Return the last record of the segment of `record(part)`."""
         base = self.record(part).start // self.made.segment_bytes
@@ -174,6 +187,17 @@ class Kind:
 
 LOSS = True
 
+
+def _fields(at: int, shape: str, *values: int) -> Kind:
+    """Write each of some values at a place in a record, another record for each value."""
+
+    def damage(target: Target) -> None:
+        for record, value in zip(target.draw.sample(target.made.records, len(values)), values, strict=True):
+            write(target.path, record.start + at, struct.pack(shape, value))
+
+    return Kind(damage, LOSS)
+
+
 KINDS: dict[str, Kind] = {
     # one record
     "body of the first record": Kind(lambda t: t.flip(t.record(0).body_at), LOSS),
@@ -199,7 +223,12 @@ KINDS: dict[str, Kind] = {
     "a stale record in the place of another": Kind(
         lambda t: write(t.path, t.record(0.5).start, _bytes_of(t, t.record(0.2))), LOSS
     ),
+    "flags": _fields(36, ">i", 0x10, 0x20, 0x80, 1),
+    "wild sizes": _fields(0, ">i", 0, -1, 90, 91, 92, 2**31 - 1, 1 << 16),
+    "wild queue offsets": _fields(20, ">q", -1, 2**62, 0, 7),
+    "wild places": _fields(28, ">q", -1, 0, 2**62),
     # end-of-segment markers
+    "all end markers wrong": Kind(lambda t: t.spoil_end_markers()),
     "an end marker over a record": Kind(lambda t: t.end_marker(t.record(0.4)), LOSS),
     "an end marker over the first record of a segment": Kind(lambda t: t.end_marker(t.first_of_segment(0.4)), LOSS),
     "an end marker over the last record of a segment": Kind(lambda t: t.end_marker(t.last_of_segment(0.4)), LOSS),
@@ -275,6 +304,7 @@ KINDS: dict[str, Kind] = {
     "a segment twice": Kind(
         lambda t: shutil.copy(t.segment(0.4), t.segment(1).with_name(f"{FAR:020d}")), may_refuse=True
     ),
+    "stale segments behind the end": Kind(lambda t: t.add_stale_segments(), may_refuse=True),
     "a segment copied over the next one": Kind(lambda t: shutil.copy(*segments(t.path)[2:4]), LOSS),
     "a segment copied over the last one": Kind(lambda t: shutil.copy(t.segment(0.3), t.segment(1)), LOSS),
     "a segment in the place of another": Kind(lambda t: shutil.copy(t.segment(0.3), t.segment(0.6)), LOSS),

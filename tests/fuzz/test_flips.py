@@ -21,15 +21,14 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mqstore import OutgoingMessage, Profile, SimulatedClock, StoreConfig
 from mqstore.errors import MQStoreError
-from mqstore.log.reading.readonly import ReadOnlyMessageStore
-from mqstore.log.recovery.recover import RecoverOptions
-from mqstore.log.recovery.repair import recover_store
-from mqstore.log.store import MessageStore
+from tests.log.recovering import recover
+from tests.log.support import open_in
 
 STEP = 1 if os.environ.get("MQSTORE_FLIP_ALL") else 101
 SIZES = {"segment_bytes": 1024, "consumequeue_units": 4, "index_slots": 4, "index_entries": 16}
@@ -56,7 +55,7 @@ def config() -> StoreConfig:
     return StoreConfig(clock=SimulatedClock(), **SIZES)
 
 
-def read_all(store: MessageStore) -> dict[int, Record]:
+def read_all(store: Any) -> dict[int, Record]:
     found = {}
     for topic in store.topics():
         for queue in store.queues(topic):
@@ -68,7 +67,7 @@ def read_all(store: MessageStore) -> dict[int, Record]:
 
 
 def make(path: Path, profile: Profile) -> Made:
-    with MessageStore(path, profile=profile, config=config()) as store:
+    with open_in("rw", path, profile=profile, config=config()) as store:
         store.put("t", b"plain")
         store.put("t", b"tagged", tag="paid", keys=["k1", "k2"], unique_key="u1", properties={"colour": "blue"})
         store.put("t", b"", queue_id=1)
@@ -85,7 +84,7 @@ def make(path: Path, profile: Profile) -> Made:
             store.put("t", b"filler %d" % n * 10, n % 2, keys=f"f{n}")
         store.dispatch()
     made = Made(path, profile)
-    with ReadOnlyMessageStore(path) as store:
+    with open_in("r", path) as store:
         assert list(store.verify()) == []
         made.messages = read_all(store)
         made.end = store.parts.checkpoint.clean_end or 0
@@ -166,7 +165,7 @@ DETECTED_IN_MANIFEST = (
 def outcome(made: Made) -> tuple[str, dict[int, Record]]:
     """("detected" or "", the messages that can be read) of the store as it now is, opened for reading."""
     try:
-        with ReadOnlyMessageStore(made.path) as store:
+        with open_in("r", made.path) as store:
             findings = list(store.verify())
             return ("detected" if findings else ""), read_all(store)
     except MQStoreError:
@@ -219,8 +218,8 @@ def test_a_manifest_with_other_sizes_is_refused_before_it_does_harm(made: Made) 
                 changed = made.original["mqstore.json"].replace(line, line.replace(value, other))
                 (made.path / "mqstore.json").write_bytes(changed)
                 with pytest.raises(MQStoreError):
-                    MessageStore(made.path)
-                with ReadOnlyMessageStore(made.path) as store:  # reads by what the files show
+                    open_in("rw", made.path)
+                with open_in("r", made.path) as store:  # reads by what the files show
                     assert store.manifest.derived
                     assert read_all(store).keys() == made.messages.keys()
     put_back(made, "mqstore.json")
@@ -243,10 +242,10 @@ def test_flipped_bytes_are_repaired_as_far_as_the_log_knows(made: Made, tmp_path
         where = f"{name} byte {position}"
         reports = []
         if number % 2:
-            with MessageStore(copy, config=StoreConfig(clock=SimulatedClock())) as store:
+            with open_in("rw", copy, config=StoreConfig(clock=SimulatedClock())) as store:
                 reports.append(store.recovery)
-        reports.append(recover_store(copy, RecoverOptions(full=True), config=StoreConfig(clock=SimulatedClock())))
-        with ReadOnlyMessageStore(copy) as store:
+        reports.append(recover(copy, config=StoreConfig(clock=SimulatedClock())))
+        with open_in("r", copy) as store:
             found = read_all(store)
             kinds = {finding.kind for finding in store.verify()}
         compare(made, found, where)

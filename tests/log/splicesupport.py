@@ -11,14 +11,32 @@ from typing import Any
 import pytest
 from crc32c import crc32c
 
+from mqstore.broker.broker import Broker
+from mqstore.broker.tables.external_offsets import publish
+from mqstore.files.filesystem import REAL
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import encode_properties
+from mqstore.log.bulk.inbox import inbox_state
 from mqstore.log.store import MessageStore
 from tests.faults import Crash, FaultyFileSystem
 from tests.log.support import all_queues, kill
 from tests.records import encode_record
 
-__all__ = ["Halfway", "Row", "bodies", "bundle", "kill_in_splice", "put_one_by_one", "shown", "stage", "staged"]
+__all__ = [
+    "Halfway",
+    "Row",
+    "bodies",
+    "broker_on",
+    "bundle",
+    "kill_in_splice",
+    "publish",
+    "put_one_by_one",
+    "refused",
+    "shown",
+    "stage",
+    "staged",
+    "waiting",
+]
 
 BORN_MS = 1_600_000_000_000
 
@@ -109,6 +127,21 @@ def bundle(
         said["highest"] = highest
     (folder / "bundle.json").write_text(json.dumps(said))
     return folder
+
+
+def waiting(root: Path) -> tuple[str, ...]:
+    """Names of the bundles that wait in the inbox."""
+    return inbox_state(root, REAL).waiting
+
+
+def refused(root: Path) -> tuple[str, ...]:
+    """Names of the bundles that were moved aside."""
+    return inbox_state(root, REAL).refused
+
+
+def broker_on(store: MessageStore) -> Broker:
+    """A broker on a store that is open."""
+    return Broker(store)
 
 
 def put_one_by_one(store: MessageStore, rows: Sequence[Row]) -> None:

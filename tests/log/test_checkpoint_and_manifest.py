@@ -16,16 +16,10 @@ import pytest
 
 from mqstore import Retention, SimulatedClock, StoreConfig
 from mqstore.errors import ConfigError, CorruptStoreError, InvalidMessageError, NotAStoreError, UnsupportedStoreError
-from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.layout.checkpoint import decode, encode
-from mqstore.log.reading.readonly import ReadOnlyMessageStore
-from mqstore.log.recovery.queueends import QueueEnds, forget_ends, load_ends, note_ends
-from mqstore.log.recovery.recover import RecoverOptions
-from mqstore.log.recovery.repair import rebuild_config, recover_store
-from mqstore.log.store import MessageStore
 from tests.conftest import GoldenStore
 from tests.faults import Crash, FaultyFileSystem, deaths
-from tests.log.support import SEGMENT, files, open_in, open_store
+from tests.log.recovering import checkpoint_of, rebuild_config, recover, write_checkpoint
+from tests.log.support import SEGMENT, Unsynced, files, open_in, open_store
 
 MODES: list[Any] = ["r", "rw"]
 
@@ -53,7 +47,7 @@ def test_missing_store_is_created_only_on_request(tmp_path: Path, found: str) ->
     root = tmp_path / "a" / "b" / "s" if "parents" in found else tmp_path / "s"
     NO_STORE_YET[found](root)
     before = tree(tmp_path)
-    for refused in (lambda: ReadOnlyMessageStore(root), lambda: MessageStore(root, create=False)):
+    for refused in (lambda: open_in("r", root), lambda: open_in("rw", root, create=False)):
         with pytest.raises(NotAStoreError):
             refused()
         assert tree(tmp_path) == before
@@ -88,9 +82,9 @@ def test_the_size_of_segments_is_what_most_of_the_files_say(golden: Callable[[st
     if "stray" in there:
         (root / "commitlog" / f"{10**20 - 1 if 'far' in there else 1:020d}").write_bytes(b"x" * 40)
     before = {start: (root / "commitlog" / f"{start:020d}").read_bytes() for start in kept}
-    with ReadOnlyMessageStore(root) as store:
+    with open_in("r", root) as store:
         assert store.manifest.commitlog_segment_bytes == size
-    MessageStore(root).close()
+    open_in("rw", root).close()
     assert {start: (root / "commitlog" / f"{start:020d}").read_bytes() for start in kept} == before
 
 
@@ -206,7 +200,7 @@ def test_bad_first_record_does_not_hide_the_profile(path: Path, profile: Any, da
         with pytest.raises(CorruptStoreError, match=r"recover .* --rebuild config"):
             open_store(path)
     assert rebuild_config(path)
-    with MessageStore(path) as store:
+    with open_in("rw", path) as store:
         assert store.manifest.profile == profile
         assert [m.offset for m in store.iter("t", 0)] == [*range(damaged, 20)]
 
@@ -330,7 +324,7 @@ def test_options_out_of_range(tmp_path: Path, options: dict[str, Any]) -> None:
             Retention(**wrong)  # type: ignore[arg-type]  # wrong on purpose
     for arguments in ({"durability": "disk"}, {"profile": "kafka"}, {"lock_timeout": -1}):
         with pytest.raises(ConfigError):
-            MessageStore(tmp_path / "s", **arguments)  # type: ignore[arg-type]
+            open_in("rw", tmp_path / "s", **arguments)  # type: ignore[arg-type]
     assert not (tmp_path / "s" / "mqstore.json").exists()
 
 
@@ -354,7 +348,7 @@ def test_the_checkpoint_of_each_moment(tmp_path: Path) -> None:
     clock = SimulatedClock(1_700_000_000_000)
     path = tmp_path / "s" / "checkpoint"
     store = open_store(tmp_path / "s", clock=clock)
-    opened = decode(path.read_bytes())
+    opened = checkpoint_of(path.parent)
     assert (opened.flushed, opened.dispatched, opened.clean_end) == (0, 0, -1)
     assert path.stat().st_size == 4096
     receipt = store.put("t", b"x")
@@ -362,12 +356,12 @@ def test_the_checkpoint_of_each_moment(tmp_path: Path) -> None:
     for _ in range(3):  # the interval flush, the thorough one, and the checkpoint of what is durable then
         store.run_once(clock.monotonic_ms())
         clock.advance(20_000)
-    running = decode(path.read_bytes())
+    running = checkpoint_of(path.parent)
     assert (running.flushed, running.clean_end) == (end, -1)
     assert running.dispatched in (0, end)
     last = store.put("t", b"y")
     store.close()
-    closed = decode(path.read_bytes())
+    closed = checkpoint_of(path.parent)
     end = last.physical_offset + last.size
     assert (closed.flushed, closed.dispatched, closed.clean_end) == (end, end, end)
     assert closed.confirm_physical_offset == last.physical_offset
@@ -387,7 +381,7 @@ def test_the_time_of_the_checkpoint_never_leads_what_is_durable(tmp_path: Path, 
             if i % 3 == 0:
                 store.dispatch()
             store.run_once(clock.monotonic_ms())
-            point = decode((tmp_path / "s" / "checkpoint").read_bytes())
+            point = checkpoint_of(tmp_path / "s")
             times = {m.store_timestamp_ms: m for m in store.iter("t", 0)}
             assert point.flushed is not None
             stamp = point.physic_msg_timestamp_ms
@@ -406,7 +400,7 @@ def test_checkpoint_has_no_time_of_undispatched_records(tmp_path: Path) -> None:
         clock.advance(5000)
         store.put("t", b"1")
         store.dispatch()
-        point = decode((tmp_path / "s" / "checkpoint").read_bytes())
+        point = checkpoint_of(tmp_path / "s")
         assert point.physic_msg_timestamp_ms == point.logics_msg_timestamp_ms == 1_700_000_000_000
 
 
@@ -422,10 +416,10 @@ def test_the_index_time_moves_only_with_a_sync_of_the_index(tmp_path: Path) -> N
         assert store.index.full_end_timestamp_ms() > 0
 
         store.background.save_checkpoint()
-        assert decode((tmp_path / "s" / "checkpoint").read_bytes()).index_msg_timestamp_ms == 0
+        assert checkpoint_of(tmp_path / "s").index_msg_timestamp_ms == 0
         clock.advance(10_000)
         store.background.save_checkpoint()
-        assert decode((tmp_path / "s" / "checkpoint").read_bytes()).index_msg_timestamp_ms == 1_700_000_000_000
+        assert checkpoint_of(tmp_path / "s").index_msg_timestamp_ms == 1_700_000_000_000
 
 
 def test_a_clean_opening_reads_nothing_and_a_second_close_is_as_clean(tmp_path: Path) -> None:
@@ -459,7 +453,7 @@ def test_a_checkpoint_that_the_log_contradicts_is_not_believed(tmp_path: Path, l
     with open_store(tmp_path / "s") as store:
         receipts = store.put_many("t", [b"%d" % i for i in range(20)])
     path = tmp_path / "s" / "checkpoint"
-    point = decode(path.read_bytes())
+    point = checkpoint_of(path.parent)
     assert point.clean_end is not None
     changed = {
         "clean_end too low": replace(point, clean_end=receipts[10].physical_offset),
@@ -467,7 +461,7 @@ def test_a_checkpoint_that_the_log_contradicts_is_not_believed(tmp_path: Path, l
         "confirm elsewhere": replace(point, confirm_physical_offset=receipts[3].physical_offset),
         "no record at confirm": replace(point, confirm_physical_offset=receipts[3].physical_offset + 1),
     }[lie]
-    path.write_bytes(encode(changed).ljust(4096, b"\0"))
+    write_checkpoint(path.parent, changed)
     with open_store(tmp_path / "s") as store:
         assert store.recovery.scanned_from == 0
         assert [m.body for m in store.read("t")] == [b"%d" % i for i in range(20)]
@@ -551,9 +545,9 @@ def test_files_that_are_all_cut_to_one_page_do_not_contradict_a_manifest(tmp_pat
         for path in cut:
             os.truncate(path, 4096)
 
-        assert recover_store(root, RecoverOptions()).changed
+        assert recover(root).changed
 
-        with ReadOnlyMessageStore(root) as store:
+        with open_in("r", root) as store:
             assert (store.manifest.commitlog_segment_bytes, store.manifest.consumequeue_segment_bytes) == (16384, 20000)
             found = sum(len(list(store.iter(topic))) for topic in store.topics())
             assert found == kept
@@ -578,57 +572,14 @@ def test_a_surplus_of_the_only_file_is_no_other_size(tmp_path: Path, folder: str
         assert len(list(store.iter("t", 0))) == 201
 
 
-# -- where queues ended ------------------------------------------------------------------------------------------------
-
-
-def test_of_several_notes_the_least_counts_until_progress_is_written(tmp_path: Path) -> None:
-    note_ends(tmp_path, {("t", 0): 43}, 9000, REAL, 0o600)
-    assert list(tmp_path.iterdir()) == [], "nobody keeps any progress"
-    progress = tmp_path / "config" / "consumerOffset.json"
-    progress.parent.mkdir()
-    progress.write_text("{}")
-    note_ends(tmp_path, {("t", 0): 43, ("t", 1): 7}, 9000, REAL, 0o600)
-    assert load_ends(tmp_path, REAL) == QueueEnds({("t", 0): 43, ("t", 1): 7}, 9000)
-    note_ends(tmp_path, {("t", 0): 50, ("t", 1): 5, ("u", 0): 3}, 9500, REAL, 0o600)
-    noted = load_ends(tmp_path, REAL)
-    assert noted == QueueEnds({("t", 0): 43, ("t", 1): 5, ("u", 0): 0}, 9000), "u was not there then"
-    assert noted.of("v", 0) == 0
-    progress.rename(progress.with_name("consumerOffset.json.bak"))
-    assert load_ends(tmp_path, REAL) == noted, "the backup says the same"
-    progress.write_text('{"more": 1}')
-    assert load_ends(tmp_path, REAL) is None, "whoever wrote that knew how far they went"
-    note_ends(tmp_path, {("t", 0): 50}, 9900, REAL, 0o600)
-    assert load_ends(tmp_path, REAL) == QueueEnds({("t", 0): 50}, 9900)
-    progress.write_text("damaged")
-    assert load_ends(tmp_path, REAL) == QueueEnds({("t", 0): 50}, 9900), "its backup comes in its place"
-
-
-def test_a_note_is_taken_where_only_the_backup_is_left(tmp_path: Path) -> None:
-    (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "consumerOffset.json.bak").write_text("{}")
-    note_ends(tmp_path, {("t", 0): 43}, 9000, REAL, 0o600)
-    (tmp_path / "config" / "consumerOffset.json").write_text("{}")  # as a recovery mends it
-    assert load_ends(tmp_path, REAL) == QueueEnds({("t", 0): 43}, 9000)
-
-
-@pytest.mark.parametrize(
-    "harm", [b"", b"{", b"[]", b'{"ends": 5, "log": 1, "of": []}', b'{"ends": {"t": {"0": "x"}}, "log": 1, "of": []}']
-)
-def test_a_note_that_cannot_be_read_counts_as_the_worst(tmp_path: Path, harm: bytes) -> None:
-    (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "queueEnds.json").write_bytes(harm)
-    assert load_ends(tmp_path, REAL) == QueueEnds({}, 0, readable=False)
-    forget_ends(tmp_path, REAL)
-    assert load_ends(tmp_path, REAL) is None
-
-
 def test_a_checkpoint_that_is_read_while_it_is_written_is_read_again(path: Path) -> None:
     """`verify` beside a writer said that the watermarks do not fit their checksum."""
-    open_store(path).close()
+    with open_store(path) as store:
+        store.put("t", b"x")
+        old = (path / "checkpoint").read_bytes()
     whole = (path / "checkpoint").read_bytes()
-    old = encode(replace(decode(whole), flushed=7, dispatched=7))
 
-    class HalfWritten(FileSystem):
+    class HalfWritten(Unsynced):
         def __init__(self) -> None:
             super().__init__()
             self.is_first = True

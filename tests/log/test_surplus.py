@@ -1,10 +1,9 @@
-"""Surplus bytes of segment files: a missing segment is made of them, all others come to `cut/`, and nothing is lost."""
+"""Surplus bytes of segment files that come to `cut/`. `tests/damage` has those that become segments again."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,44 +44,10 @@ def _exported(*arguments: object, exit_code: int = 0) -> list[int]:
     return [json.loads(line)["queue_offset"] for line in lines]
 
 
-WAYS: dict[str, Callable[[list[Path]], object]] = {
-    "the next one": lambda s: _move(s[3], s[2]),
-    "the next two": lambda s: (_move(s[3], s[2]), _move(s[4], s[2])),
-    "one before": lambda s: _move(s[2], s[4]),
-    "the last one": lambda s: _move(s[-1], s[-2]),
-    "the last two": lambda s: (_move(s[-2], s[1]), _move(s[-1], s[1])),
-}
-
-
-@pytest.mark.parametrize("profile", PROFILES)
-@pytest.mark.parametrize("way", WAYS)
-def test_segment_in_the_surplus_of_another_is_put_in_its_place(tmp_path: Path, way: str, profile: Profile) -> None:
-    path = tmp_path / "s"
-    segments = _make(path, profile)
-    before = {file: file.read_bytes() for file in segments}
-    WAYS[way](segments)
-    damaged = {file: file.read_bytes() for file in path.glob("commitlog/0*")}
-
-    assert _exported("export", path) == [*range(COUNT)]
-    assert {finding["kind"] for finding in mqstore_json("verify", path, exit_code=1)["findings"]} == {"segment_size"}
-    with pytest.raises(mqstore.MQStoreError, match=r"wrong file.*mqstore recover"), mqstore.open(path):
-        pass
-    planned = mqstore_json("recover", path, "--dry-run", exit_code=1)
-    assert {file: file.read_bytes() for file in path.glob("commitlog/0*")} == damaged
-    done = mqstore_json("recover", path)
-    assert {file: file.read_bytes() for file in path.glob("commitlog/0*")} == before
-    for name in ("renamed", "truncated", "kept", "findings", "changed"):
-        assert planned[name] == done[name]
-    assert (len(done["renamed"]), done["kept"], done["changed"]) == (len(before.keys() - damaged.keys()), [], True)
-    assert not mqstore_json("recover", path)["changed"]
-    assert mqstore_json("verify", path)["ok"]
-
-
-@pytest.mark.parametrize("profile", PROFILES)
-def test_second_copy_of_a_segment_is_dropped(tmp_path: Path, profile: Profile) -> None:
+def test_second_copy_of_a_segment_is_dropped(tmp_path: Path) -> None:
     """A recovery that was killed leaves the same."""
     path = tmp_path / "s"
-    segments = _make(path, profile)
+    segments = _make(path, "mqstore")
     _append(segments[2], segments[3].read_bytes())
 
     done = mqstore_json("recover", path)

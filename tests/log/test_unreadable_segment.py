@@ -13,12 +13,9 @@ import pytest
 import mqstore
 from mqstore import Profile, StoreConfig
 from mqstore.errors import StoreIOError
-from mqstore.files.filesystem import FileSystem
-from mqstore.files.readonly_fs import ReadOnlyFileSystem
-from mqstore.log.reading.readonly import ReadOnlyMessageStore
-from mqstore.log.recovery.recover import RecoverOptions
-from mqstore.log.recovery.repair import recover_store
-from mqstore.log.store import MessageStore
+from tests.faults import FaultyFileSystem
+from tests.log.recovering import recover
+from tests.log.support import open_in
 from tests.tools.support import mqstore as command
 from tests.tools.support import mqstore_json
 
@@ -52,9 +49,9 @@ REPLACED: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("profile", PROFILES)
-@pytest.mark.parametrize("number", [0, 2, -1])
-@pytest.mark.parametrize("kind", REPLACED)
+@pytest.mark.parametrize(
+    ("kind", "number", "profile"), [*zip([*REPLACED] * 2, (0, 2, -1, -1, 0, 2), [*PROFILES] * 3, strict=True)]
+)
 def test_everything_else_is_read(tmp_path: Path, kind: str, number: int, profile: Profile) -> None:
     path, (replace, why) = tmp_path / "s", REPLACED[kind]
     segments = _make(path, profile)
@@ -79,40 +76,34 @@ def test_everything_else_is_read(tmp_path: Path, kind: str, number: int, profile
     assert mqstore_json("verify", path)["ok"]
 
 
-def _denying(base: type[FileSystem], name: str, number: int) -> FileSystem:
-    class Denying(base):  # type: ignore[misc, valid-type]
-        def open(self, path: str | os.PathLike[str], flags: int, mode: int = 0o600) -> int:
-            if os.fspath(path).endswith(f"commitlog/{name}"):
-                raise StoreIOError(number, os.strerror(number), os.fspath(path), "open")
-            return int(super().open(path, flags, mode))
-
-    return Denying()
+def _denying(name: str, number: int) -> FaultyFileSystem:
+    fs = FaultyFileSystem()
+    fs.fail("open", number, times=None, path_part=f"commitlog/{name}")
+    return fs
 
 
-@pytest.mark.parametrize("profile", PROFILES)
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
-@pytest.mark.parametrize("at", [0, 2, -1])
+@pytest.mark.parametrize(
+    ("at", "number", "profile"), [(0, errno.EACCES, "mqstore"), (2, errno.EIO, "rocketmq"), (-1, errno.EIO, "mqstore")]
+)
 def test_segment_without_permission_is_a_missing_range(tmp_path: Path, at: int, number: int, profile: Profile) -> None:
     path = tmp_path / "s"
     segments = _make(path, profile)
     name = segments[at].name
     before = _tree(path)
-    quiet = _denying(ReadOnlyFileSystem, name, number)
+    fs = _denying(name, number)
 
-    with ReadOnlyMessageStore(path, fs=quiet) as store:
-        findings = [*store.verifier().findings()]
-    planned = recover_store(path, RecoverOptions(dry_run=True), fs=quiet)
+    with open_in("r", path, fs=fs) as store:
+        findings = [*store.verify()]
+    planned = recover(path, dry_run=True, fs=fs)
 
     for found in (findings, planned.findings):
         missing = [each for each in found if each.kind == "missing_segment"]
         assert [(each.file, each.length) for each in missing] == [(f"commitlog/{name}", SIZE)]
         assert os.strerror(number) in missing[0].detail
-    for refused in (
-        lambda: recover_store(path, RecoverOptions(), fs=_denying(FileSystem, name, number)),
-        lambda: MessageStore(path, fs=_denying(FileSystem, name, number)),
-    ):
-        with pytest.raises(mqstore.MQStoreError, match=f"{name}.*{os.strerror(number)}"):
+    for refused in (lambda: recover(path, fs=fs), lambda: open_in("rw", path, fs=fs)):
+        with pytest.raises(mqstore.MQStoreError, match=os.strerror(number)) as caught:
             refused()
+        assert name in str(caught.value)
     assert _tree(path) == before
 
 
@@ -120,4 +111,4 @@ def test_lack_of_descriptors_is_no_missing_segment(tmp_path: Path) -> None:
     segments = _make(tmp_path / "s", "mqstore")
 
     with pytest.raises(StoreIOError):
-        ReadOnlyMessageStore(tmp_path / "s", fs=_denying(ReadOnlyFileSystem, segments[2].name, errno.EMFILE))
+        open_in("r", tmp_path / "s", fs=_denying(segments[2].name, errno.EMFILE))

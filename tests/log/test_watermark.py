@@ -11,18 +11,15 @@ import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mqstore.broker.admin.contents import inspect_store
+from mqstore.admin import inspect_store
 from mqstore.engine import Finding
 from mqstore.jobs import verify
-from mqstore.layout.checkpoint import decode
-from mqstore.log.reading.readonly import ReadOnlyMessageStore
-from mqstore.log.recovery.recover import RecoverOptions
-from mqstore.log.recovery.repair import recover_store
-from mqstore.log.recovery.report import RecoveryReport
 from tests.faults import Crash, deaths
+from tests.log.recovering import checkpoint_of, plan_of_opening, recover
 from tests.log.support import SEGMENT, checkpointed, flip_log, kill, open_store, overwrite_log, reboot
 
 PROFILES = ("mqstore", "rocketmq")
@@ -45,7 +42,7 @@ def make(path: Path, profile: str, *, went_down: bool = True) -> tuple[list[int]
     kill(store)
     if went_down:
         reboot(path)
-    flushed = decode((path / "checkpoint").read_bytes()).flushed
+    flushed = checkpoint_of(path).flushed
     assert flushed is not None
     return places, flushed
 
@@ -61,7 +58,7 @@ def of_findings(findings: Iterable[Finding]) -> Judgement:
     return {(each.kind, each.file, each.position) for each in findings if each.kind in JUDGED}
 
 
-def of_report(report: RecoveryReport) -> Judgement:
+def of_report(report: Any) -> Judgement:
     """What opening does: bytes that it cuts are a torn tail."""
     cut = {("torn_tail", each.file, each.start) for each in report.truncated if each.stop > each.start}
     return of_findings(report.findings) | cut
@@ -78,18 +75,15 @@ def by_spark(path: Path) -> Judgement:
 
 
 def by_plan(path: Path) -> Judgement:
-    with open_store(path, "r") as store:
-        return of_report(store.plan_recovery(RecoverOptions(dry_run=True)))
+    return of_report(plan_of_opening(path))
 
 
 def by_full_plan(path: Path) -> Judgement:
-    with open_store(path, "r") as store:
-        return of_report(store.plan_recovery(RecoverOptions(full=True, dry_run=True)))
+    return of_report(recover(path, dry_run=True))
 
 
 def by_opening(path: Path) -> Judgement:
-    copy = path.with_name("copy")
-    shutil.copytree(path, copy)
+    copy = shutil.copytree(path, path.with_name("copy"))
     with open_store(copy) as store:
         return of_report(store.recovery)
 
@@ -100,49 +94,52 @@ JUDGES: dict[str, Callable[[Path], Judgement]] = {
     "recover --dry-run": by_plan,
     "opening": by_opening,
 }
-RECOVER = {"recover": by_full_plan}
-"""Keeps what is whole behind damage, wherever that is."""
+ALL = {**JUDGES, "recover": by_full_plan}
+"""`recover` keeps what is whole behind damage, wherever that is."""
 
 
-@pytest.mark.parametrize("judge", JUDGES | RECOVER)
+def agree(path: Path, expected: Judgement, judges: Iterable[str] = ALL) -> None:
+    """Each of `judges` gives the expected answer."""
+    assert {judge: ALL[judge](path) for judge in judges} == dict.fromkeys(judges, expected)
+
+
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_bad_record_below_the_watermark_is_damage(tmp_path: Path, profile: str, judge: str) -> None:
-    places, flushed = make(tmp_path / "s", profile)
-    below = [place for place in places if place < flushed]
-    name, at = damage(tmp_path / "s", below[-1])
+def test_a_bad_record_below_the_watermark_is_damage(path: Path, profile: str) -> None:
+    places, flushed = make(path, profile)
+    name, at = damage(path, [place for place in places if place < flushed][-1])
 
-    assert (JUDGES | RECOVER)[judge](tmp_path / "s") == {("bad_record", name, at)}
+    agree(path, {("bad_record", name, at)})
 
 
-@pytest.mark.parametrize(("judge", "went_down"), [*((judge, False) for judge in JUDGES | RECOVER), ("recover", True)])
+@pytest.mark.parametrize("went_down", [False, True])
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_bad_record_of_a_kill_is_damage(tmp_path: Path, profile: str, judge: str, went_down: bool) -> None:
-    places, flushed = make(tmp_path / "s", profile, went_down=went_down)
+def test_a_bad_record_of_a_kill_is_damage(path: Path, profile: str, went_down: bool) -> None:
+    places, flushed = make(path, profile, went_down=went_down)
     beyond = [place for place in places if place >= flushed]
-    bad = [damage(tmp_path / "s", place) for place in (beyond[0], beyond[len(beyond) // 2])]
+    bad = [damage(path, place) for place in (beyond[0], beyond[len(beyond) // 2])]
 
-    assert (JUDGES | RECOVER)[judge](tmp_path / "s") == {("bad_record", name, at) for name, at in bad}
-    if judge == "recover":
-        report = recover_store(tmp_path / "s", RecoverOptions())
+    agree(path, {("bad_record", name, at) for name, at in bad}, ["recover"] if went_down else ALL)
+    if went_down:
+        report = recover(path)
         assert (report.damaged_ranges, report.moved_to_cut) == (2, 0)
         assert report.quarantined == len([place for place in beyond if place > beyond[0]]) - 1
     else:
-        open_store(tmp_path / "s").close()
-    with open_store(tmp_path / "s", "r") as store:
+        open_store(path).close()
+    with open_store(path, "r") as store:
         found = [m.physical_offset for ref in store.queues("orders") for m in store.iter(*ref)]
     assert sorted(found) == [place for place in places if place not in (beyond[0], beyond[len(beyond) // 2])]
 
 
-@pytest.mark.parametrize("judge", JUDGES | RECOVER)
 @pytest.mark.parametrize("profile", PROFILES)
-def test_bad_record_of_a_closed_store_is_damage(tmp_path: Path, profile: str, judge: str) -> None:
-    places, _ = make(tmp_path / "s", profile)
-    with open_store(tmp_path / "s"), open_store(tmp_path / "other", profile=profile) as other:  # type: ignore[arg-type]
+def test_bad_record_of_a_closed_store_is_damage(tmp_path: Path, path: Path, profile: str) -> None:
+    """Even with the checkpoint of another store."""
+    places, _ = make(path, profile)
+    with open_store(path), open_store(tmp_path / "other", profile=profile) as other:  # type: ignore[arg-type]
         other.put("orders", b"one")
-    shutil.copyfile(tmp_path / "other" / "checkpoint", tmp_path / "s" / "checkpoint")
-    name, at = damage(tmp_path / "s", places[-8])
+    shutil.copyfile(tmp_path / "other" / "checkpoint", path / "checkpoint")
+    name, at = damage(path, places[-8])
 
-    assert (JUDGES | RECOVER)[judge](tmp_path / "s") == {("bad_record", name, at)}
+    agree(path, {("bad_record", name, at)})
 
 
 def test_killed_opening_does_not_hide_a_machine_crash(tmp_path: Path) -> None:
@@ -172,48 +169,37 @@ def test_a_store_that_went_on_after_a_reboot_knows_when_it_is_only_killed(tmp_pa
     assert found == [b"later %03d" % n for n in range(20) if n != 5]
 
 
-@pytest.mark.parametrize("judge", JUDGES)
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("which", ["first", "middle", "last"])
-def test_a_bad_record_beyond_the_watermark_tears_the_tail(tmp_path: Path, profile: str, judge: str, which: str) -> None:
-    places, flushed = make(tmp_path / "s", profile)
+def test_a_bad_record_beyond_the_watermark_tears_the_tail(path: Path, profile: str, which: str) -> None:
+    places, flushed = make(path, profile)
     beyond = [place for place in places if place >= flushed]
     place = {"first": beyond[0], "middle": beyond[len(beyond) // 2], "last": beyond[-1]}[which]
-    name, at = damage(tmp_path / "s", place)
+    name, at = damage(path, place)
     behind = sorted({each - each % SEGMENT for each in places if each - each % SEGMENT > place})
 
-    assert JUDGES[judge](tmp_path / "s") == {
-        ("torn_tail", name, at),
-        *(("torn_tail", f"commitlog/{start:020d}", 0) for start in behind),
-    }
+    # Units that lead to what is cut are no findings, either.
+    with open_store(path, "r") as store:
+        assert {finding.kind for finding in store.verify()} == {"torn_tail"}
+    assert {finding.kind for finding in verify(path, range_bytes=1000).findings} == {"torn_tail"}
+    agree(
+        path,
+        {("torn_tail", name, at), *(("torn_tail", f"commitlog/{start:020d}", 0) for start in behind)},
+        JUDGES,
+    )
 
 
-@pytest.mark.parametrize("judge", JUDGES)
-def test_damage_on_both_sides_is_separate(tmp_path: Path, judge: str) -> None:
-    places, flushed = make(tmp_path / "s", "mqstore")
+def test_damage_on_both_sides_is_separate(path: Path) -> None:
+    places, flushed = make(path, "mqstore")
     below = [place for place in places if place < flushed][-2]
     torn, behind = [place for place in places if place >= flushed][:2]
-    bad, cut = damage(tmp_path / "s", below), damage(tmp_path / "s", torn)
-    damage(tmp_path / "s", behind)
+    bad, cut = damage(path, below), damage(path, torn)
+    damage(path, behind)
 
-    found = JUDGES[judge](tmp_path / "s")
-
-    assert {each for each in found if each[0] == "bad_record"} == {("bad_record", *bad)}
-    assert ("torn_tail", *cut) in found
-
-
-@pytest.mark.parametrize("judge", ["verify", "Spark's verify"])
-def test_units_of_a_torn_tail_are_no_findings(tmp_path: Path, judge: str) -> None:
-    """Opening cuts them with the records that they lead to, and says no more of it."""
-    places, flushed = make(tmp_path / "s", "mqstore")
-    damage(tmp_path / "s", next(place for place in places if place >= flushed))
-
-    if judge == "verify":
-        with open_store(tmp_path / "s", "r") as store:
-            kinds = {finding.kind for finding in store.verify()}
-    else:
-        kinds = {finding.kind for finding in verify(tmp_path / "s", range_bytes=1000).findings}
-    assert kinds == {"torn_tail"}
+    for judge in JUDGES.values():
+        found = judge(path)
+        assert {each for each in found if each[0] == "bad_record"} == {("bad_record", *bad)}
+        assert ("torn_tail", *cut) in found
 
 
 def test_inspect_counts_nothing_behind_a_torn_tail(tmp_path: Path) -> None:
@@ -237,5 +223,5 @@ def test_beside_a_writer_bad_bytes_are_damage(tmp_path: Path) -> None:
         places = [writer.put("orders", b"message %03d " % n).physical_offset for n in range(40)]
         writer.dispatch()
         name, at = damage(tmp_path / "s", places[20])
-        with ReadOnlyMessageStore(tmp_path / "s") as store:
+        with open_store(tmp_path / "s", "r") as store:
             assert of_findings(store.verify()) == {("bad_record", name, at)}

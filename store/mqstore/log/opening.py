@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from mqstore.errors import CorruptStoreError, MQStoreError, StoreIOError
+from mqstore.errors import CorruptStoreError, MQStoreError, ReadOnlyStoreError, StoreIOError
 from mqstore.files.jsonfile import load_json
 from mqstore.files.lock import AbortMark
 from mqstore.files.segment import segment_name
@@ -32,7 +32,7 @@ from mqstore.log.recovery.misnamed import (
 from mqstore.log.recovery.queueends import is_progress_ahead, note_ends
 from mqstore.log.recovery.recover import Outcome, Progress, RecoverOptions, recover
 from mqstore.log.recovery.report import Finding, RecoveryReport
-from mqstore.log.recovery.watermark import written_end
+from mqstore.log.recovery.scanner import written_end
 from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.room import give_up_room
 
@@ -89,7 +89,7 @@ class Opening:
         had_checkpoint = self._note_watermark() if clean and not created else None
         abort.set(os.getpid(), boot_id=not went_down)
         mended = self._save_manifest(created)
-        with self._taking_mark_back(clean):
+        with self._taking_mark_back(clean, StoreIOError, ReadOnlyStoreError):
             self._prepare_folders(created)
             parts.load_problems = parts.log_files.load()
         parts.load_checkpoint()
@@ -106,7 +106,7 @@ class Opening:
             parts.load_problems = [each for each in parts.load_problems if each.position < end]
         ends = load_deleted(parts, writer=True)
         deleted = parts.queue_table.deleted
-        with self._taking_mark_back(clean):
+        with self._taking_mark_back(clean, StoreIOError, ReadOnlyStoreError):
             parts.queue_table.load(exact=not clean or options.full)
         remove_queues(parts.queue_table, deleted)
         parts.index_findings = parts.index.load()
@@ -134,11 +134,11 @@ class Opening:
         return Opened(outcome, went_down)
 
     @contextmanager
-    def _taking_mark_back(self, clean: bool, refusal: type[MQStoreError] = StoreIOError) -> Iterator[None]:
+    def _taking_mark_back(self, clean: bool, *refusals: type[MQStoreError]) -> Iterator[None]:
         """Remove the abort mark again if opening fails on a file that it must not write."""
         try:
             yield
-        except refusal:
+        except refusals:
             if clean:
                 self._abort.clear()
             raise

@@ -205,17 +205,8 @@ class MessageStore(StoreReader, Sending):
             errors,
             settled=lambda: min(self._dispatcher.position, self._commit.flushed),
         )
-        splicer = Splicer(
-            parts,
-            txn,
-            self._log,
-            queue_of=self.writer.queue_to_splice,
-            check_room=self.writer.check_room,
-            sync=self._syncs.sync_beyond,
-            poison=self._syncs.poison,
-            stopping=lambda: self.wakeups.stopping,
-        )
-        self._bulk = BulkAppender(parts, splicer, self._commit, appended=self.wakeups.passed)
+        splicer = Splicer(parts, txn, self._log, self.writer, self._syncs, self.wakeups)
+        self._bulk = BulkAppender(parts, splicer, self._commit)
         self.background.add_task("look", _LOOK_MS, self.is_lost)
         self.room = Room(
             parts,

@@ -22,8 +22,7 @@ from mqstore.log.consumequeue import QueueTable
 from mqstore.log.index import Index
 from mqstore.log.manifest import Manifest
 from mqstore.log.recovery.report import Finding
-from mqstore.log.recovery.scanner import End, Event, scan_log, until_torn
-from mqstore.log.recovery.watermark import NEVER_TORN, first_record_time, watermark
+from mqstore.log.recovery.scanner import NEVER_TORN, End, Event, first_record_time, scan_log, until_torn, watermark
 from mqstore.options import StoreConfig, delay_table_ms
 
 __all__ = ["CheckpointFile", "StoreParts"]
@@ -107,7 +106,7 @@ class StoreParts:
 
     def watermark(self, start: int | None = None) -> int:
         """Return the watermark: the physical offset below which the log was synced (format#watermark).
-        The log must not be empty or open for writing. `log.watermark` describes `start`. May read much of the log."""
+        The log must not be empty or open for writing. `scanner.watermark` describes `start`. It may read the log."""
         return watermark(self.log_files, self.checkpoint, self.checksum, clean=self.clean, start=start)
 
     def torn_from(self, start: int | None = None) -> int:

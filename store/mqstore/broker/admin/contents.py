@@ -49,8 +49,7 @@ from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
 from mqstore.log.reading.reader import StoreReader
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
-from mqstore.log.recovery.scanner import Bad, End, Good, scan_log, until_torn
-from mqstore.log.recovery.watermark import NEVER_TORN
+from mqstore.log.recovery.scanner import NEVER_TORN, Bad, End, Good, scan_log, until_torn
 
 __all__ = ["inspect_store"]
 

@@ -99,19 +99,12 @@ class Bundle:
         shards: Any = value.get("shards")
         create: Any = value.get("create", {})
         highest: Any = value.get("highest", {})
-        for good, field in (
-            (is_app(app), "app"),
-            (type(version) is int and 0 <= version < 1 << 63, "ver"),
-            (
-                isinstance(shards, list) and all(isinstance(name, str) and is_path_safe(name) for name in shards),
-                "shards",
-            ),
-            (
-                isinstance(create, dict) and all(type(n) is int and 0 < n <= _QUEUES_MAX for n in create.values()),
-                "create",
-            ),
-            (isinstance(highest, dict) and all(type(each) is int for each in highest.values()), "highest"),
-        ):
+        are_names = isinstance(shards, list) and all(isinstance(name, str) and is_path_safe(name) for name in shards)
+        are_counts = isinstance(create, dict) and all(type(n) is int and 0 < n <= _QUEUES_MAX for n in create.values())
+        are_ids = isinstance(highest, dict) and all(type(each) is int for each in highest.values())
+        is_version = type(version) is int and 0 <= version < 1 << 63
+        goods = {"app": is_app(app), "ver": is_version, "shards": are_names, "create": are_counts, "highest": are_ids}
+        for field, good in goods.items():
             if not good:
                 raise FormatError(f"{path}: {field} is {value.get(field)!r:.80}", field, 0)
         if len(set(shards)) != len(shards):
@@ -134,8 +127,7 @@ class Entered(NamedTuple):
 
 def topics_entered(root: Path, fs: FileSystem) -> dict[str, Entered]:
     """Return the topics in the table of the store at `root`. Raises the errors of `load_json`.
-    A topic without an entry has every queue that was ever put to. A broker saves a change in this file before it uses
-    the change."""
+    A topic without an entry has every queue that was ever put to."""
     value = load_json(root / "config" / "topics.json", writer=False, fs=fs, root=root).value or {}
     table = value.get("topicConfigTable")
     found: dict[str, Entered] = {}
@@ -147,9 +139,9 @@ def topics_entered(root: Path, fs: FileSystem) -> dict[str, Entered]:
     return found
 
 
-def check_highest(root: Path, entered: Mapping[str, Entered], highest: Mapping[str, int]) -> None:
-    """Raise ConfigError if a topic no longer has the `highest` queue that its records name.
-    `entered` is the result of `topics_entered` for the store at `root`."""
+def _check_highest(root: Path, highest: Mapping[str, int], fs: FileSystem) -> None:
+    """Raise ConfigError if a topic no longer has the `highest` queue that its records name."""
+    entered = topics_entered(root, fs) if highest else {}
     for topic, queue_id in highest.items():
         queues = queues_of(entered.get(topic))
         if queue_id >= queues:
@@ -214,10 +206,7 @@ class _Trouble:
 class BulkAppender:
     """Appends staged shards and the bundles of the inbox to an open store, one at a time (spark#commit)."""
 
-    def __init__(
-        self, parts: StoreParts, splicer: Splicer, commit: GroupCommit, *, appended: Callable[[], None]
-    ) -> None:
-        """`appended` is called when new records are in the log."""
+    def __init__(self, parts: StoreParts, splicer: Splicer, commit: GroupCommit) -> None:
         self.create_topics: CreateTopics | None = None
         """Function that creates the topics of bundles. Set by a broker."""
         self.spliced = 0
@@ -226,10 +215,8 @@ class BulkAppender:
         """Number of bundles moved aside since the store was opened."""
         self.txn = splicer.txn
         self.lock = splicer.lock
-        """Held during a bulk append. Closing the store waits for it."""
         self.splicer = splicer
         self._commit = commit
-        self._appended = appended
         self._root = parts.root
         self._folder = parts.root / "inbox"
         self._fs = parts.fs
@@ -245,7 +232,7 @@ class BulkAppender:
                 self._commit.sync_now()
             except (OSError, MQStoreError) as error:  # later puts will fail, but this bulk append has succeeded
                 _log.error("%s: %s; earlier bulk appends are complete", self._root, error)
-            self._appended()
+            self.splicer.wakeups.passed()
         return result
 
     def take_inbox(self) -> int:
@@ -257,27 +244,24 @@ class BulkAppender:
         fs = self._fs
         if not fs.exists(self._folder):
             return 0
-        self._sweep()
+        for name in _folders(self._folder, fs):
+            if name.startswith(_DONE) and not os.path.islink(self._folder / name):
+                self._tidy(self._folder / name)  # a crash has interrupted its removal
         before = self.spliced
         names = [name for name in _folders(self._folder, fs) if _is_bundle(name)]
         self._trouble = {name: trouble for name, trouble in self._trouble.items() if name in names}
-        stuck: set[str] = set()
-        for bundle in self._in_order(names, stuck):
+        found: list[Bundle] = []
+        stuck: set[str] = set()  # applications with a bundle that cannot be read, or be appended yet
+        for name in names:
+            if not self._try(name, partial(self._load, self._folder / name, found)):
+                stuck.add(name.rpartition("-")[0])
+        for bundle in sorted(found, key=lambda bundle: (bundle.app, bundle.version, bundle.folder.name)):
             name = bundle.folder.name
             if bundle.app not in stuck and (self._pauses(name) or not self._try(name, partial(self._take, bundle))):
                 stuck.add(bundle.app)
         for trouble in self._trouble.values():
             raise trouble.error
         return self.spliced - before
-
-    def _in_order(self, names: list[str], stuck: set[str]) -> list[Bundle]:
-        """Return the waiting bundles by application and version. Bad ones are moved aside.
-        Adds the applications of bundles that cannot be read to `stuck`."""
-        found: list[Bundle] = []
-        for name in names:
-            if not self._try(name, partial(self._load, self._folder / name, found)):
-                stuck.add(name.rpartition("-")[0])
-        return sorted(found, key=lambda bundle: (bundle.app, bundle.version, bundle.folder.name))
 
     def _load(self, folder: Path, found: list[Bundle]) -> None:
         if os.path.islink(folder):
@@ -288,8 +272,7 @@ class BulkAppender:
         for name in bundle.shards:
             if os.path.islink(bundle.folder / name):
                 raise FormatError(f"{bundle.folder / name}: a link, not a folder", "shards", 0)
-        if bundle.highest:
-            check_highest(self._root, topics_entered(self._root, self._fs), bundle.highest)
+        _check_highest(self._root, bundle.highest, self._fs)
         noted: Mapping[str, int] = bundle.create
         if self.create_topics is not None and bundle.create:
             self.create_topics(bundle.create)
@@ -298,9 +281,11 @@ class BulkAppender:
         self.show(self.splicer.splice(shards, app=bundle.app, version=bundle.version, create=noted))
         last = self.txn.state.version_of(bundle.app)  # also while the store is being closed
         if last > bundle.version:
-            what = f"{bundle.folder}: ver is {bundle.version}, the last appended one is {last}"
             raise FormatError(
-                f"{what}: a later version of the application was appended. Stage it again under another app", "ver", 0
+                f"{bundle.folder}: ver is {bundle.version}, the last appended one is {last}: a later version of the "
+                "application was appended. Stage it again under another app",
+                "ver",
+                0,
             )
         self.spliced += 1
         self._trouble.pop(bundle.folder.name, None)
@@ -340,8 +325,7 @@ class BulkAppender:
                 return True
             except OSError as worse:
                 trouble.error = worse
-        pause_ms = min(_PAUSE_MAX_MS, _PAUSE_MIN_MS << min(trouble.tries, 16))
-        trouble.due_ms = self._clock.monotonic_ms() + pause_ms
+        trouble.due_ms = self._clock.monotonic_ms() + min(_PAUSE_MAX_MS, _PAUSE_MIN_MS << min(trouble.tries, 16))
         return False
 
     def _refuse(self, folder: Path, error: Exception) -> None:
@@ -371,14 +355,8 @@ class BulkAppender:
         self._fs.sync_directory(self._folder)
         self._tidy(done)
 
-    def _sweep(self) -> None:
-        """Continue removals that a crash interrupted."""
-        for name in _folders(self._folder, self._fs):
-            if name.startswith(_DONE) and not os.path.islink(self._folder / name):
-                self._tidy(self._folder / name)
-
     def _tidy(self, folder: Path) -> None:
-        """Delete an appended bundle. If that fails, a later sweep does it."""
+        """Delete an appended bundle. If that fails, a later call of `take_inbox` does it."""
         try:
             self._fs.remove_tree(folder)
             self._undeletable.discard(folder)
@@ -391,26 +369,25 @@ class BulkAppender:
         """Append the bundles that wait in the inbox, unless a bulk append runs or the store is being closed."""
         if self.lock.acquire(blocking=False):  # the flusher must not wait: a bulk append may wait for it
             try:
-                if not self.splicer.stopping():
+                if not self.splicer.wakeups.stopping:
                     self.take_inbox()
             finally:
                 self.lock.release()
 
     def enter_topics_by(self, create_topics: CreateTopics, errors: TaskErrors) -> None:
         """Create the topics of later bundles with `create_topics`.
-        Topics of bundles that were appended without a broker are created at once."""
+        Topics of bundles that were appended without a broker are created at once, one by one. If one of them fails,
+        its messages stay, and the others are created."""
+
+        def enter_noted() -> None:
+            for topic, queues in self.txn.state.create.items():
+                try:
+                    create_topics({topic: queues})
+                except (InvalidMessageError, ConfigError, NotPermittedError) as error:
+                    _log.error("%s: topic %r of a bundle cannot be created (%s)", self._root, topic, error)
+            self.txn.save(replace(self.txn.state, create={}))
+
         with self.lock:
             self.create_topics = create_topics
             if self.txn.state.create:
-                errors.attempt("topics of bundles", self._enter_noted)
-
-    def _enter_noted(self) -> None:
-        """Create the saved topics one by one, so that a failing topic does not block the others.
-        The messages of a failing topic stay."""
-        assert self.create_topics is not None
-        for topic, queues in self.txn.state.create.items():
-            try:
-                self.create_topics({topic: queues})
-            except (InvalidMessageError, ConfigError, NotPermittedError) as error:
-                _log.error("%s: topic %r of a bundle cannot be created (%s)", self._root, topic, error)
-        self.txn.save(replace(self.txn.state, create={}))
+                errors.attempt("topics of bundles", enter_noted)

@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-from mqstore.errors import ConfigError, FlushFailedError, FormatError, MQStoreError, StoreClosedError
+from mqstore.errors import ConfigError, FlushFailedError, FormatError, StoreClosedError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.segment import place_in_file
 from mqstore.files.segments import SegmentRun
@@ -58,9 +58,12 @@ from mqstore.log.bulk.txn import TXN_FILE, Intent, TxnFile, TxnState, doubt, is_
 from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.recovery.report import Cut, Finding
-from mqstore.log.recovery.scanner import used_end
+from mqstore.log.recovery.scanner import used_ranges
 from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.log_tail import QueueRef
+from mqstore.log.writing.syncs import LogSyncs
+from mqstore.log.writing.wakeups import Wakeups
+from mqstore.log.writing.writer import LogWriter
 from mqstore.native import kernel
 from mqstore.signalsafe import Lock
 
@@ -94,24 +97,10 @@ class SpliceResult:
 
 
 class Splicer:
-    """Bulk appends of a `MessageStore`, one at a time.
-
-    `queue_of(topic, queue id)` returns the queue to put to. `check_room` is `LogWriter.check_room`. `sync(end)` makes
-    the log durable up to `end`, which is beyond the end that puts see. `poison(error)` refuses all later puts.
-    `stopping()` is true while the store closes.
-    """
+    """Bulk appends of a `MessageStore`, one at a time."""
 
     def __init__(
-        self,
-        parts: StoreParts,
-        txn: TxnFile,
-        log: CommitLog,
-        *,
-        queue_of: Callable[[str, int], ConsumeQueue],
-        check_room: Callable[[int, Mapping[str, int]], None],
-        sync: Callable[[int], None],
-        poison: Callable[[MQStoreError], None],
-        stopping: Callable[[], bool],
+        self, parts: StoreParts, txn: TxnFile, log: CommitLog, writer: LogWriter, syncs: LogSyncs, wakeups: Wakeups
     ) -> None:
         self.txn = txn
         self.lock = Lock()
@@ -121,11 +110,9 @@ class Splicer:
         manifest = parts.manifest
         self._limits = Limits(manifest.profile, manifest.commitlog_segment_bytes, manifest.max_message_size)
         self._checksum, self._clock, self._fs = parts.checksum, parts.clock, parts.fs
-        self._queue_of = queue_of
-        self._check_room = check_room
-        self._sync = sync
-        self._poison = poison
-        self.stopping = stopping
+        self._writer = writer
+        self._syncs = syncs
+        self.wakeups = wakeups
 
     def splice(
         self,
@@ -151,16 +138,24 @@ class Splicer:
         found = [Shard.load(Path(shard), limits, self._fs) for shard in shards]
         if not remembered and not any(shard.records for shard in found):
             return SpliceResult(False, self._log.end, self._log.end, 0, {})
-        work = _Progress(progress, 2 * sum(shard.bytes for shard in found), self._stop)
+        done, total = 0, 2 * sum(shard.bytes for shard in found)
+
+        def add(count: int) -> None:
+            nonlocal done
+            done += count
+            self._stop()
+            if progress is not None:
+                progress(done, total)
+
         checked = []
         left = _REMEMBERED
         for shard in found:
-            checked.append((shard, shard.check(work.add, left)))
+            checked.append((shard, shard.check(add, left)))
             left -= shard.records
-        return self._run_all(checked, app, version, work, create or {}, remembered)
+        return self._run_all(checked, app, version, add, create or {}, remembered)
 
     def _stop(self) -> None:
-        if self.stopping():
+        if self.wakeups.stopping:
             raise StoreClosedError("the store is being closed. Repeat the bulk append once it is open again")
 
     def _ask_for_room(self, shards: Sequence[Shard]) -> None:
@@ -173,7 +168,7 @@ class Splicer:
             for (topic, _), count in shard.queues.items():
                 messages[topic] += count
         if size:
-            self._check_room(size + min(size, rolls * largest), messages)
+            self._writer.check_room(size + min(size, rolls * largest), messages)
 
     # -- the protocol -----------------------------------------------------------------------------------------------
 
@@ -182,13 +177,14 @@ class Splicer:
         shards: list[Checked],
         app: str,
         version: int,
-        work: _Progress,
+        add: Callable[[int], None],
         create: Mapping[str, int],
         remembered: bool,
     ) -> SpliceResult:
         self._ask_for_room([shard for shard, _ in shards])  # before blocking puts, which may take part in freeing room
         before = self.txn.state
-        queues = {key: self._queue_of(*key) for shard, _ in shards for key, count in shard.queues.items() if count}
+        wanted = dict.fromkeys(key for shard, _ in shards for key, count in shard.queues.items() if count)
+        queues = {key: self._writer.queue_to_splice(*key) for key in wanted}
         end: int | None = None
         recording = False
         with self._log.lock:
@@ -202,9 +198,9 @@ class Splicer:
                 try:
                     if queues:
                         self.txn.save(replace(before, intent=intent))
-                    copied, stops = self._copy(shards, start, numbers, stamp_ms, work)
+                    copied, stops = self._copy(shards, start, numbers, stamp_ms, add)
                     if queues:
-                        self._sync(copied)
+                        self._syncs.sync_beyond(copied)
                     self._stop()
                     recording = True  # if the version is not recorded, the file may already look like `recorded`
                     self.txn.save(recorded)
@@ -213,9 +209,9 @@ class Splicer:
                         self._take_back(before, start, error)
                         raise
                     # Ctrl-C came after the last step. The bulk append is complete, and the error is still raised.
-                    end = self._publish(queues, stops, copied)
+                    end = _published(queues, stops, copied)
                     raise
-                end = self._publish(queues, stops, copied)
+                end = _published(queues, stops, copied)
             finally:
                 try:
                     self._log.release(end)
@@ -240,22 +236,10 @@ class Splicer:
                 f"{self.txn.path}: a bulk append was recorded, but is not known to be on disk ({error}). Close the "
                 "store and open it again"
             )
-            self._poison(unknown)
+            self._syncs.poison(unknown)
             if isinstance(error, Exception):
                 raise unknown from error  # `error` itself would mean that nothing was done
         return False
-
-    def _publish(self, queues: Mapping[QueueRef, ConsumeQueue], stops: Mapping[QueueRef, int], end: int) -> int:
-        def move() -> None:
-            for key, each in queues.items():
-                each.next_offset = stops[key]
-
-        try:
-            move()
-        except BaseException:  # after Ctrl-C all queues must move, since the version is recorded
-            move()
-            raise
-        return end
 
     # -- undoing at once --------------------------------------------------------------------------------------------
 
@@ -267,7 +251,7 @@ class Splicer:
             _cut_back(self._run, start)
             self._restore(before)
         except BaseException as worse:
-            self._poison(
+            self._syncs.poison(
                 FlushFailedError(
                     f"a bulk append failed ({error}) and could not be undone ({worse}). Close the store and open it "
                     "again to undo it"
@@ -294,7 +278,12 @@ class Splicer:
     # -- copying ----------------------------------------------------------------------------------------------------
 
     def _copy(
-        self, shards: list[Checked], start: int, numbers: Mapping[QueueRef, int], stamp_ms: int, work: _Progress
+        self,
+        shards: list[Checked],
+        start: int,
+        numbers: Mapping[QueueRef, int],
+        stamp_ms: int,
+        add: Callable[[int], None],
     ) -> tuple[int, dict[QueueRef, int]]:
         """Copy the records of `shards` into the log from `start` on.
         Returns the end of the records, and the next offset of each queue."""
@@ -309,29 +298,28 @@ class Splicer:
                     pieces, places = sink.lay(window.headers.size)
                     _patch(window, offsets, places, stamp_ms, self._checksum)
                     sink.put(window, pieces)
-                    work.add(laid)
+                    add(laid)
                     laid = window.stop
             sink.finish()
-            work.add(laid)
+            add(laid)
         finally:
             sink.close()
         return sink.end, stops
 
 
-class _Progress:
-    """Reports progress, and raises if the store is being closed."""
+def _published(queues: Mapping[QueueRef, ConsumeQueue], stops: Mapping[QueueRef, int], end: int) -> int:
+    """Move the ends of the queues. Return `end`, that of the log."""
 
-    def __init__(self, tell: Progress | None, total: int, stop: Callable[[], None]) -> None:
-        self._tell = tell
-        self._total = total
-        self._stop = stop
-        self._done = 0
+    def move() -> None:
+        for key, each in queues.items():
+            each.next_offset = stops[key]
 
-    def add(self, count: int) -> None:
-        self._done += count
-        self._stop()
-        if self._tell is not None:
-            self._tell(self._done, self._total)
+    try:
+        move()
+    except BaseException:  # after Ctrl-C all queues must move, since the version is recorded
+        move()
+        raise
+    return end
 
 
 # -- a window ----------------------------------------------------------------------------------------------------------
@@ -508,17 +496,12 @@ def _cut_back(run: SegmentWriter, start: int) -> None:
 
 def _remains(run: SegmentRun, intent: Intent) -> tuple[int, list[Cut]]:
     """Return (bytes from the start of `intent` to the last non-zero byte, ranges of these bytes)."""
-    cuts = []
-    total = 0
-    for segment in run.segments():
-        at = max(0, intent.start - segment.start)
-        if segment.end <= intent.start:
-            continue
-        stop = used_end(run, segment, at)
-        if stop > at:
-            cuts.append(Cut(place_in_file(segment.start, run.segment_bytes)[0], at, stop, "unfinished_splice"))
-            total += stop - at
-    return total, cuts
+    size = run.segment_bytes
+    cuts = [
+        Cut(place_in_file(segment.start, size)[0], at, stop, "unfinished_splice")
+        for segment, at, stop in used_ranges(run, intent.start)
+    ]
+    return sum(cut.stop - cut.start for cut in cuts), cuts
 
 
 def _describe(intent: Intent, run: SegmentRun, total: int) -> Finding:

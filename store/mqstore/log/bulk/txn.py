@@ -29,7 +29,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from mqstore.clock import Clock
@@ -56,10 +55,6 @@ def is_app(app: object) -> bool:
     return isinstance(app, str) and 1 <= len(app.encode("utf-8", "surrogatepass")) <= _APP_BYTES_MAX
 
 
-def _nothing() -> Mapping[str, Any]:
-    return MappingProxyType({})
-
-
 @dataclass(frozen=True, slots=True)
 class Intent:
     """Unfinished bulk append. `start` is a physical offset."""
@@ -68,9 +63,6 @@ class Intent:
     version: int
     start: int
     stamp_ms: int
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Intent:
@@ -86,10 +78,10 @@ class Intent:
 class TxnState:
     """Content of the file. `apps` has (version, time of last use) by application."""
 
-    apps: Mapping[str, tuple[int, int]] = field(default_factory=_nothing)
+    apps: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     intent: Intent | None = None
-    create: Mapping[str, int] = field(default_factory=_nothing)
-    unknown: Mapping[str, Any] = field(default_factory=_nothing)
+    create: Mapping[str, int] = field(default_factory=dict)
+    unknown: Mapping[str, Any] = field(default_factory=dict)
     """Members that a newer program wrote, kept when the file is written."""
 
     def version_of(self, app: str) -> int:
@@ -117,7 +109,7 @@ class TxnState:
         if self.create:
             value["create"] = dict(self.create)
         if self.intent is not None:
-            value["intent"] = self.intent.as_json()
+            value["intent"] = asdict(self.intent)
         return value
 
     @classmethod
@@ -185,12 +177,9 @@ class TxnFile:
         """Write `state`. Durable on return.
 
         Raises StoreFullError or StoreIOError. Then the file has its old value, or `state` if only the last sync failed
-        (see `on_disk`). Raises ValueError and writes nothing for a state that could not be read back. Opening would
-        treat that as damage, and use an older state."""
-        value = state.as_json()
-        self._check(value)
+        (see `on_disk`)."""
         self._make_folders()
-        save_json(self.path, value, self._fs, check=self._check, file_mode=self._file_mode)
+        save_json(self.path, state.as_json(), self._fs, check=self._check, file_mode=self._file_mode)
         self.state, self.written = state, True
 
     def on_disk(self) -> TxnState:
@@ -212,7 +201,6 @@ def read_txn(root: Path, fs: FileSystem) -> TxnState:
 
 
 def _read(root: Path, fs: FileSystem) -> tuple[TxnState, list[str]]:
-    """Return the current value of the file, and the problems found in it."""
     check = partial(TxnState.from_json, file=root / TXN_FILE)
     value, problems = load_json(root / TXN_FILE, writer=False, fs=fs, check=check, root=root)
     return (check(value) if value is not None else TxnState()), problems
@@ -240,22 +228,17 @@ class IntentWatch:
         with suppress(OSError):  # before the file is read, so that a change meanwhile is read again
             seen = state_of(self._root / TXN_FILE, self._fs)
         if seen is None or seen != self._seen:
-            self._seen = None  # in case reading raises
-            self._intent = self._found()
-            self._seen = seen
+            self._seen = self._intent = None
+            with suppress(CorruptStoreError):
+                state, problems = _read(self._root, self._fs)
+                self._intent = None if problems else state.intent
+            self._seen = seen  # unless reading raised
         if self._intent is None:
             return None
         checkpoint = CheckpointFile(self._root, self._fs, FILE_MODE)
         checkpoint.load()  # after the intent: an intent that was cleared in between is no longer pending
         flushed = checkpoint.current.flushed
         return None if flushed is not None and flushed > self._intent.start else self._intent
-
-    def _found(self) -> Intent | None:
-        try:
-            state, problems = _read(self._root, self._fs)
-        except CorruptStoreError:
-            return None
-        return None if problems else state.intent
 
 
 def doubt(intent: Intent, run: SegmentRun, checksum: Checksum, flushed: int | None, from_backup: bool) -> str:

@@ -25,6 +25,11 @@ def is_nonsense(file: IndexFile, index: Index) -> bool:
     return not 1 <= header.next_entry <= index.entries_per_file or header.end_timestamp_ms < 0
 
 
+def _newest(files: Sequence[IndexFile]) -> int:
+    """Return the physical offset of the newest indexed record, or -1 without any entry."""
+    return max((file.header.end_physical_offset for file in files if file.header.next_entry > 1), default=-1)
+
+
 class IndexRepair:
     """Repair of the index while a store is opened. Call `plan`, then `take` in log order, then `finish`.
 
@@ -45,37 +50,29 @@ class IndexRepair:
     def plan(self, start: int, first: int) -> int:
         """Choose the files to rebuild. Return the first physical offset whose entries may be missing.
         The log begins at `first`, and is read from `start` on."""
-        self._start = self._plan(start, first)
-        return self._start
+        parts, files = self._parts, self._parts.index.files
+        dispatched = parts.checkpoint.dispatched
 
-    def _plan(self, start: int, first: int) -> int:
-        parts = self._parts
-        files = parts.index.files
+        def is_late(file: IndexFile) -> bool:
+            if parts.clean:
+                return False
+            if dispatched is None:
+                return file.header.end_timestamp_ms > parts.checkpoint.index_msg_timestamp_ms
+            return file.header.end_physical_offset >= dispatched or parts.index.is_ahead(file)
+
+        self._start = first
         if self._whole:
             return first  # `finish` chooses the bad files when all entries are known
-        dispatched = parts.checkpoint.dispatched
-        stamp = parts.checkpoint.index_msg_timestamp_ms
-        doomed: list[IndexFile] = []
-        for i, file in enumerate(files):
-            late = False
-            if parts.clean:
-                pass
-            elif dispatched is not None:
-                late = file.header.end_physical_offset >= dispatched or parts.index.is_ahead(file)
-            else:
-                late = file.header.end_timestamp_ms > stamp
-            if late or is_nonsense(file, parts.index):
-                doomed = files[i:]
-                break
-        kept = files[: len(files) - len(doomed)]
-        newest = max((f.header.end_physical_offset for f in kept if f.header.next_entry > 1), default=-1)
-        if doomed:
-            self._doomed = list(doomed)
-            return max(first, newest)
-        if dispatched is not None and not parts.clean:
-            return dispatched
-        # In a Java store, or after a doubtful clean end, entries follow the newest existing one.
-        return max(start, newest)
+        doubtful = (i for i, file in enumerate(files) if is_late(file) or is_nonsense(file, parts.index))
+        kept = next(doubtful, len(files))
+        self._doomed = files[kept:]
+        if self._doomed:
+            self._start = max(first, _newest(files[:kept]))
+        elif dispatched is not None and not parts.clean:
+            self._start = dispatched
+        else:  # in a Java store, or after a doubtful clean end, entries follow the newest existing one
+            self._start = max(start, _newest(files))
+        return self._start
 
     def take(self, rows: Rows) -> None:
         """Keep the entries derived from these records."""
@@ -109,13 +106,12 @@ class IndexRepair:
 
     def reaches(self, end: int) -> bool:
         """Return True if an index file that stays has entries of records at or after `end`."""
-        kept = [file for file in self._parts.index.files if file not in self._doomed and file.header.next_entry > 1]
-        return any(file.header.end_physical_offset >= end for file in kept)
+        return _newest([file for file in self._parts.index.files if file not in self._doomed]) >= end
 
     def _without_known(self, kept: list[IndexFile], entries: list[Wanted]) -> list[Wanted]:
         """Return `entries` without those of the newest indexed record that the kept files already have.
         The keys of a record may be in two files."""
-        newest = max((f.header.end_physical_offset for f in kept if f.header.next_entry > 1), default=-1)
+        newest = _newest(kept)
         known = 0
         for file in reversed(kept):
             physical = file.places()

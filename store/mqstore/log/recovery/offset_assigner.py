@@ -79,6 +79,8 @@ class Behind(NamedTuple):
     inside: int
     stop: int
     places: npt.NDArray[np.int64]
+    seen: int
+    """End of the queue's last record."""
 
 
 class Misnumbered(NamedTuple):
@@ -160,13 +162,12 @@ class OffsetAssigner:
                 self._last[queue] = expected, seen
 
     def is_met(self, queue: ConsumeQueue) -> bool:
-        """Return True if a record of the queue was given a slot."""
         return queue in self._last
 
     def follows(self, queue: ConsumeQueue, first: int, physical: int) -> bool:
         """Return True if the queue continues with queue offset `first`, whose record is at `physical`."""
-        if self.generations.may_be_older(queue, first, physical):
-            return False
+        if self.generations.begin(queue, first, physical)[1] >= 0:
+            return False  # this record, or later ones, may be of an earlier generation
         expected = self._last[queue][0] if queue in self._last else self._first_slot(queue, first)[0]
         return first == expected if expected is not None else 0 <= first < MAX_SLOT
 
@@ -176,25 +177,18 @@ class OffsetAssigner:
         self._last[queue] = stop, end
 
     def forget(self) -> None:
-        """Forget all slots, since the log has lost its front."""
         self._last.clear()
-
-    def behind_last(self, queue: ConsumeQueue, start: int) -> tuple[int, int]:
-        """Return the slot after a queue's last record, and the end of that record. Reading began at `start`."""
-        if queue in self._last:
-            return self._last[queue]
-        found, seen = first_slot_in_range(queue, start, None)
-        return queue.max_offset if found is None else found, seen
 
     def behind(self, queue: ConsumeQueue, start: int, end: int) -> Behind:
         """Return the slots after a queue's last record. Reading began at `start`, and the log ends at `end`."""
-        first, seen = self.behind_last(queue, start)
-        inside = self.behind_lost(queue, first, seen, end)
+        first, seen = self._last.get(queue) or first_slot_in_range(queue, start, None)
+        first = queue.max_offset if first is None else first
+        inside = self._behind_lost(queue, first, seen, end)
         far = max(end, self._run.end) + LOST_SEGMENTS * self._run.segment_bytes
-        stop = self.behind_lost(queue, inside, max(seen, end), far)
+        stop = self._behind_lost(queue, inside, max(seen, end), far)
         found = [units["physical_offset"][~is_void(units)] for _, units in queue.chunks(inside, stop)]
         places = np.concatenate(found).astype(np.int64) if found else np.empty(0, np.int64)
-        return Behind(first, inside, stop if len(places) else inside, places)
+        return Behind(first, inside, stop if len(places) else inside, places, seen)
 
     def lost_tail(
         self, queues: Iterable[ConsumeQueue], start: int, end: int, mark: int, what: str = ""
@@ -213,7 +207,7 @@ class OffsetAssigner:
             mark = max(mark, last)
         return Finding("lost_tail", *place_in_file(end, self._run.segment_bytes), mark - end, "; ".join(reasons))
 
-    def behind_lost(self, queue: ConsumeQueue, first: int, seen: int, end: int) -> int:
+    def _behind_lost(self, queue: ConsumeQueue, first: int, seen: int, end: int) -> int:
         """Return the slot after the last one from `first` on that a lost record may have had.
 
         No queue offset may be used twice, so the units of lost records count. Such records were contiguous between
@@ -409,7 +403,6 @@ class TopicGenerations:
     retention removes them. The queues of the next generation count from 0 again:
 
         log      0 1 2 ... 89 | 0 1 2 ... 14         of one queue
-        files                   0 1 2 ... 14         slot 0 points to the second 0
 
     A record is of an earlier generation if it is before all records that the queue lists, and its queue offset is not
     below the offset of the first listed one. A log of one generation has no such record, since offsets before the first
@@ -432,30 +425,24 @@ class TopicGenerations:
     ) -> npt.NDArray[np.bool_] | None:
         """Return a mask of a queue's records of the current generation, or None if all are.
         `offsets` are their queue offsets, `physical` their physical offsets, ascending."""
-        slot, place = self._begin(queue, int(offsets[0]), int(physical[0]))
+        slot, place = self.begin(queue, int(offsets[0]), int(physical[0]))
         if place < 0:
             return None
         kept: npt.NDArray[np.bool_] = (physical >= place) | (offsets < slot)
         return None if kept.all() else kept
 
-    def may_be_older(self, queue: ConsumeQueue, offset: int, physical: int) -> bool:
-        """Return True if records of a queue from this one on may be of an earlier generation."""
-        return self._begin(queue, offset, physical)[1] >= 0
-
     def are_older(self, queue: ConsumeQueue, least: int, physical: int, end: int) -> bool:
         """Return True if all records of a queue in `[physical, end)` are of an earlier generation.
         `least` is the smallest of their queue offsets."""
-        slot, place = self._begin(queue, least, physical)
+        slot, place = self.begin(queue, least, physical)
         return end <= place and least >= slot
 
     def leads_to_record(self, queue: ConsumeQueue, slot: int, physical: int) -> bool:
         """Return True if the record at a physical offset verifies and belongs to a slot."""
         record = record_at(self._run, physical, self._checksum)
-        if record is None:
-            return False
-        return (record.topic, record.queue_id, record.queue_offset) == (queue.topic, queue.queue_id, slot)
+        return record is not None and (*queue.ref, slot) == (record.topic, record.queue_id, record.queue_offset)
 
-    def _begin(self, queue: ConsumeQueue, offset: int, physical: int) -> tuple[int, int]:
+    def begin(self, queue: ConsumeQueue, offset: int, physical: int) -> tuple[int, int]:
         """Return the slot and the physical offset that delimit the earlier generations of a queue.
         Their records have at least that slot and are below that offset. Returns (0, -1) if the record `offset` at
         `physical`, and all later ones, are of the current generation."""
@@ -464,20 +451,14 @@ class TopicGenerations:
         if physical >= self._listed.get(queue, 1 << 62):
             return _NONE
         begin = self._begins.get(queue)
-        if begin is None:
-            if self._is_behind_one_listed(queue, offset, physical):
-                self._listed[queue] = physical
+        if begin is None and queue.max_offset:
+            unit = queue.units(max(0, min(offset, queue.max_offset - 1)), 1)
+            if unit["size"][0] > 0 and unit["physical_offset"][0] <= physical and not is_void(unit)[0]:
+                self._listed[queue] = physical  # the record is listed, or follows a listed one
                 return _NONE
+        if begin is None:
             begin = self._begins[queue] = self._first_listed(queue)
         return begin if physical < begin[1] else _NONE
-
-    @staticmethod
-    def _is_behind_one_listed(queue: ConsumeQueue, offset: int, physical: int) -> bool:
-        """Return True if a unit shows that a record is listed, or follows a listed record."""
-        if not queue.max_offset:
-            return False
-        unit = queue.units(max(0, min(offset, queue.max_offset - 1)), 1)
-        return bool(unit["size"][0] > 0 and unit["physical_offset"][0] <= physical and not is_void(unit)[0])
 
     def _first_listed(self, queue: ConsumeQueue) -> tuple[int, int]:
         """Return the first slot whose unit points to its record, and the least physical offset so far.

@@ -24,7 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
+from typing import TypeVar
 
 import numpy as np
 
@@ -51,18 +52,9 @@ from mqstore.log.recovery.scanner import (
 )
 from mqstore.log.writing.log_tail import QueueRef
 
-__all__ = [
-    "RANGE_BYTES",
-    "LogRange",
-    "QueuePart",
-    "RangeResult",
-    "SegmentParts",
-    "Stitcher",
-    "cut_ranges",
-    "is_straight",
-    "read_range",
-]
+__all__ = ["RANGE_BYTES", "LogRange", "RangeResult", "SegmentParts", "Stitcher", "cut_ranges", "read_range"]
 
+T = TypeVar("T")
 RANGE_BYTES = 64 << 20
 """Default size of a range."""
 
@@ -79,28 +71,25 @@ class LogRange:
     low: int
     high: int
 
-    @property
-    def weight(self) -> int:
-        """Number of bytes to read."""
-        return self.high - self.low
-
 
 @dataclass(slots=True)
-class QueuePart:
-    """A queue's records in a range: their queue offsets, and their range of bytes."""
+class _QueuePart:
+    """A queue's records in a range: their queue offsets from `first` up to `stop`, and their range of bytes."""
 
     first: int
-    """Smallest queue offset."""
     stop: int
-    """Offset after the greatest."""
     first_physical: int
     last_end: int
     straight: bool = True
     """True if each record's queue offset was one more than the previous record's."""
     findings: list[Finding] = field(default_factory=list)
-    """Findings of `take_run`, up to the first break."""
+    """Findings of `take_run`, up to the first break. At most `max_errors`."""
     unlisted: int = 0
     """Number of findings that were left out."""
+
+    def follows(self, other: _QueuePart) -> bool:
+        """Return True if these records and those of `other`, the part before, followed each other."""
+        return self.straight and other.straight and other.stop == self.first
 
 
 @dataclass(slots=True)
@@ -123,7 +112,7 @@ class RangeResult:
     """Bad bytes that end the log in this range, and reading with it (`until_torn`)."""
     unlisted: int = 0
     """Number of bad ranges that were left out of `bads`."""
-    queues: dict[QueueRef, QueuePart] = field(default_factory=dict)
+    queues: dict[QueueRef, _QueuePart] = field(default_factory=dict)
     index: IndexTally = field(default_factory=IndexTally)
 
     @property
@@ -131,13 +120,6 @@ class RangeResult:
         """Number of findings, listed or not."""
         of_queues = sum(part.unlisted + len(part.findings) for part in self.queues.values())
         return self.unlisted + len(self.bads) + of_queues
-
-    def count_bad(self, bad: Bad, max_errors: int | None) -> None:
-        """Add bytes that are not a record. Beyond `max_errors` they are only counted."""
-        if max_errors is None or len(self.bads) < max_errors:
-            self.bads.append(bad)
-        else:
-            self.unlisted += 1
 
 
 def cut_ranges(run: SegmentRun, range_bytes: int, end: int) -> list[LogRange]:
@@ -198,7 +180,7 @@ def read_range(
             if event.start >= watermark():
                 result.end, result.torn = event.start - segment.start, event
                 return result
-            result.count_bad(event, max_errors)
+            result.unlisted += _list(result.bads, [event], max_errors)
             continue
         rows = take(event)
         result.records += len(rows)
@@ -217,8 +199,7 @@ def _take_queue(result: RangeResult, rows: Rows, listed: Listed, take_run: TakeR
     ref = QueueRef(topic, queue_id)
     part = result.queues.get(ref)
     if part is None:
-        part = QueuePart(low, low, int(rows.physical_offset[begin]), 0)
-        result.queues[ref] = part
+        part = result.queues[ref] = _QueuePart(low, low, int(rows.physical_offset[begin]), 0)
     else:
         straight = straight and low == part.stop
     usable = 0 <= low < MAX_SLOT and queue_id >= 0 and is_path_safe(topic)
@@ -227,13 +208,15 @@ def _take_queue(result: RangeResult, rows: Rows, listed: Listed, take_run: TakeR
         part.straight = False
     part.first, part.stop = min(part.first, low), max(part.stop, high + 1)
     part.last_end = int(rows.physical_offset[last]) + int(rows.size[last])
-    if not part.straight:
-        return
-    for finding in take_run(topic, queue_id, low, units):
-        if max_errors is None or len(part.findings) < max_errors:
-            part.findings.append(finding)
-        else:
-            part.unlisted += 1
+    if part.straight:
+        part.unlisted += _list(part.findings, take_run(topic, queue_id, low, units), max_errors)
+
+
+def _list(listed: list[T], found: Iterable[T], max_errors: int | None) -> int:
+    """Append `found` to `listed`, up to `max_errors`. Return the number of those that were left out."""
+    found = iter(found)
+    listed += found if max_errors is None else islice(found, max_errors - len(listed))
+    return sum(1 for _ in found)
 
 
 @dataclass(slots=True)
@@ -245,18 +228,13 @@ class SegmentParts:
     """Position at which a scan of the whole log enters the segment, counted from the segment's start."""
     results: list[RangeResult] = field(default_factory=list)
 
-    def queues(self) -> dict[QueueRef, list[QueuePart]]:
+    def queues(self) -> dict[QueueRef, list[_QueuePart]]:
         """Return the parts of each queue, in log order."""
-        found: dict[QueueRef, list[QueuePart]] = {}
+        found: dict[QueueRef, list[_QueuePart]] = {}
         for result in self.results:
             for key, part in result.queues.items():
                 found.setdefault(key, []).append(part)
         return found
-
-
-def is_straight(parts: Sequence[QueuePart]) -> bool:
-    """Return True if the records of a queue followed each other through all these parts."""
-    return all(part.straight for part in parts) and all(part.stop == later.first for part, later in pairwise(parts))
 
 
 class Stitcher:
@@ -295,21 +273,19 @@ class Stitcher:
         parts: SegmentParts | None = None
         joined = join_segments(run, run.min_offset, self._checksum, self._read, self._blank, self._fronts.append)
         for event in until_torn(joined, self._watermark):
+            base = event.range.base if isinstance(event, RangeResult) else None
+            if parts is not None and (
+                self._fronts or isinstance(event, End) or base not in (None, parts.segment.start)
+            ):
+                yield parts
+                parts = None
             while self._fronts:
-                if parts is not None:
-                    yield parts
-                    parts = None
                 self._on_front(self._fronts.pop(0))
             if isinstance(event, RangeResult):
-                if parts is None or parts.segment.start != event.range.base:
-                    if parts is not None:
-                        yield parts
-                    parts = SegmentParts(*self._entered[event.range.base])
+                parts = parts or SegmentParts(*self._entered[event.range.base])
                 parts.results.append(event)
-                continue
-            if isinstance(event, End) and parts is not None:
-                yield parts
-            yield event
+            else:
+                yield event
 
     def _read(self, segment: Segment, start: int) -> Generator[RangeResult | Bad, None, int]:
         """Yield the events of `scan_segment`, from results. Ranges without a usable result are read."""

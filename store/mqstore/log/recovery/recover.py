@@ -12,7 +12,7 @@ consume queues and the index agree with the log:
     whole records after, p is a torn tail        E = p, they go to cut/   torn_tail
     whole records after, p is damage             skipped                  bad_record
 
-`watermark.py` decides when p is a torn tail. For `mqstore recover` it never is, except with `--prefix`.
+The watermark decides when p is a torn tail. For `mqstore recover` it never is, except with `--prefix`.
 
 Every step may be repeated. The `abort` mark stays until the end, so after a kill the next opening does the same again.
 Two facts would be lost with the process, so `_begin` saves them in the checkpoint before the first change. These are F
@@ -52,10 +52,9 @@ from mqstore.log.recovery.offset_assigner import (
     unit_findings,
 )
 from mqstore.log.recovery.report import Cut, Finding, RecoveryReport, finding_of
-from mqstore.log.recovery.scanner import Bad, Good, scan_log, until_torn
+from mqstore.log.recovery.scanner import NEVER_TORN, Bad, End, Good, scan_log, until_torn
 from mqstore.log.recovery.scanstart import ScanStart, WholeLogNeededError
 from mqstore.log.recovery.tail import COPY_BYTES, Tail
-from mqstore.log.recovery.watermark import NEVER_TORN
 from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.log_tail import QueueRef
 
@@ -86,7 +85,7 @@ class RecoverOptions:
 
 @dataclass(slots=True)
 class Outcome:
-    """Result of a recovery: the end of the log, and values for the next checkpoint."""
+    """Result of a recovery, with values for the next checkpoint."""
 
     report: RecoveryReport
     end: int
@@ -104,9 +103,8 @@ def recover(parts: StoreParts, options: RecoverOptions, progress: Progress | Non
 
 
 def unlisted_queue(parts: StoreParts, wanted: Callable[[str], bool], *, whole: bool = False) -> QueueRef | None:
-    """Return a queue for which recovery will write a unit after its end or before its first file.
-    Only queues whose topic is `wanted` count. Returns None without such a queue. Reads headers from S on (with
-    `whole` all), up to the first such record. Changes nothing."""
+    """Return a queue of a `wanted` topic to which recovery will add units after its end or before its first file.
+    Returns None without such a queue. Reads headers from S on (with `whole` all), up to the first such record."""
     if not parts.log_files.starts:
         return None
     generations = TopicGenerations(parts.log_files, parts.queue_table, parts.checksum)
@@ -138,15 +136,12 @@ class _Recovery:
         self.writing = not options.dry_run
         self.first = parts.log_files.min_offset
         noted = parts.checkpoint.log_start
+        # Where the log should begin. Segments between it and `first` are lost.
         self.log_start = self.first if noted is None else min(noted, self.first)
-        """Physical offset at which the log should begin. Segments between it and `first` are lost."""
-        self.start = self.first
-        """Records from this physical offset on get their units."""
+        self.start = self.first  # records from here on get their units
         self.slots = OffsetAssigner(parts.log_files, parts.queue_table, parts.checksum, self._first_slot)
         self.damage: list[tuple[int, int]] = []  # ranges [start, stop) of the log, ascending
         self.touched: set[ConsumeQueue] = set()
-        self.has_short_files = False
-        """True if a crash has left queue files that are too short."""
         self.index = IndexRepair(
             parts, self.report, whole=self.whole, force=options.rebuild_index, writing=self.writing
         )
@@ -164,7 +159,6 @@ class _Recovery:
             if problem.kind != "missing_segment":
                 self._note_load_problem(problem)
         report.changed |= bool(parts.queue_table.short_files)
-        self.has_short_files = bool(parts.queue_table.short_files) and not parts.clean
         if self.writing:
             parts.queue_table.lengthen()  # units will be rebuilt from the log
         if parts.log_files.starts:
@@ -257,8 +251,8 @@ class _Recovery:
         if not self.writing:
             return
         checkpoint = self.parts.checkpoint
-        known = checkpoint.dispatched
-        dispatched = min(start, index_from, watermark) if known is None else min(start, index_from, watermark, known)
+        uncertain = (start, index_from, watermark, checkpoint.dispatched)
+        dispatched = min(each for each in uncertain if each is not None)
         noted = replace(checkpoint, flushed=watermark, dispatched=dispatched, clean_end=-1)
         if noted != checkpoint:
             self.parts.checkpoint_file.save(noted)
@@ -287,35 +281,33 @@ class _Recovery:
                 if (found.kind, found.file) not in {(each.kind, each.file) for each in report.findings}:
                     report.findings.append(found)
         total = run.end - read_from
-        end = read_from
-        tail = ""
-        blank = False
-        torn: Bad | None = None
+        last = End(read_from, "")
         events = scan_log(run, read_from, parts.checksum) if gap is None else (gap,)
         for event in until_torn(events, lambda: torn_from):
             if isinstance(event, Good):
                 self._take(event)
-                end = event.end
                 if self.progress is not None:
-                    self.progress(end - read_from, total)
+                    self.progress(event.end - read_from, total)
             elif isinstance(event, Bad):
                 self._note_damage(event)
-                end = event.end
             else:
-                end, torn = event.position, event.torn
-                tail = event.detail if torn is None else ""
-                blank = torn is None and not tail
+                last = event
+        end, torn = last.position, last.torn
         # If a queue file was cut, or lost all its units, records before the range may lack their units.
-        if start > self.first and (self.has_short_files or any(map(self._lacks_units, parts.queue_table))):
+        has_short_files = bool(parts.queue_table.short_files) and not parts.clean
+        if start > self.first and (has_short_files or any(map(self._lacks_units, parts.queue_table))):
             raise WholeLogNeededError
         if not self.whole and self.index.reaches(end):
             raise WholeLogNeededError
-        self.report.log_end = end
         self.start = min(start, end)  # index entries may have been read from an earlier offset
         if not self.options.prefix:
             self._note_lost_tail(end, mark)
-        cuts, report.moved_to_cut = self.tail.plan(end, torn, blank=blank)
-        why = f"torn_tail: {tail}" if tail else "prefix" if torn is not None and self.options.prefix else "torn_tail"
+        cuts, report.moved_to_cut = self.tail.plan(last)
+        why = "torn_tail"
+        if torn is not None:
+            why = "prefix" if self.options.prefix else why
+        elif last.detail:
+            why = f"torn_tail: {last.detail}"
         # A torn record alone was never acknowledged. Synced bytes and whole records may be the only copy.
         self.tail.cut(end, cuts, why, keep=torn is not None or end < mark)
         self._finish_queues(end)
@@ -345,20 +337,14 @@ class _Recovery:
         """Write the bytes of [start, end) to themselves, so that the next sync really writes the pages.
         After a failed fsync the kernel treats unwritten pages as written (format#flush)."""
         run = self.parts.log_writer
-        position = start
-        while position < end:
-            segment = run.find(position)
-            if segment is None:
-                position += run.segment_bytes - position % run.segment_bytes
+        for segment in run.segments():
+            if segment.end <= start:
                 continue
-            at = position - segment.start
             # Holes stay holes: a segment that ended early has one after its BLANK.
-            stop = min(run.data_end(segment, at), end - segment.start, at + COPY_BYTES)
-            if stop <= at:
-                position = segment.end
-                continue
-            run.write(position, run.mapping(segment)[at:stop])
-            position = segment.start + stop
+            at = max(start - segment.start, 0)
+            stop = min(run.data_end(segment, at), end - segment.start)
+            for place in range(at, stop, COPY_BYTES):
+                run.write(segment.start + place, run.mapping(segment)[place : min(place + COPY_BYTES, stop)])
 
     def _take(self, good: Good) -> None:
         """Write the units of a record batch, and keep its index entries."""
@@ -487,11 +473,11 @@ class _Recovery:
     def _finish_queues(self, end: int) -> None:
         """Remove units after each queue's last record that point into the scanned range or beyond its end."""
         for queue in self.parts.queue_table:
-            first, zero_from, _, _ = self.slots.behind(queue, self.start, end)
+            first, zero_from, *_, seen = self.slots.behind(queue, self.start, end)
             if not self.slots.is_met(queue):
                 self._mend_front(queue, first)
             if zero_from > first:
-                self._note_gap(queue, first, zero_from, self.slots.behind_last(queue, self.start)[1], end)
+                self._note_gap(queue, first, zero_from, seen, end)
                 self._void(queue, first, zero_from)
             if zero_from < queue.max_offset:
                 self.report.changed = True

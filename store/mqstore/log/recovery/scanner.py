@@ -21,21 +21,26 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
+import numpy as np
+
 from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.array_pool import ArrayPool
+from mqstore.layout.checkpoint import Checkpoint
 from mqstore.layout.record import Check, Checksum, Record, check_record, decode_record
 from mqstore.layout.scan import Headers, check_place, content_end, find_next, read_run
 from mqstore.log.reading.prefetch import Prefetch
 from mqstore.native import kernel
 
 __all__ = [
+    "NEVER_TORN",
     "Bad",
     "End",
     "Event",
     "Good",
     "OnFront",
     "first_good_in",
+    "first_record_time",
     "goes_on",
     "join_segments",
     "record_at",
@@ -43,9 +48,14 @@ __all__ = [
     "scan_segment",
     "until_torn",
     "used_end",
+    "used_ranges",
+    "watermark",
+    "written_end",
 ]
 
 T = TypeVar("T")
+NEVER_TORN = 1 << 62
+"""Watermark for the case that all bad bytes are damage."""
 _BATCH = 8192
 _MOST_MET = 16 << 20
 _CLOSE_BYTES = 4096
@@ -146,6 +156,15 @@ def scan_log(
         return scan_segment(run, segment, at, checksum, checksums=checksums, blank=blank)
 
     return join_segments(run, start, checksum, read, blank, on_front)
+
+
+def used_ranges(run: SegmentRun, position: int) -> Iterator[tuple[Segment, int, int]]:
+    """Yield the range of each segment from physical offset `position` on to its last byte that is not zero.
+    Ranges are counted from the segment's start. Segments of zeros are left out."""
+    for segment in run.segments():
+        at = max(position - segment.start, 0)
+        if segment.end > position and (stop := used_end(run, segment, at)) > at:
+            yield segment, at, stop
 
 
 def until_torn(events: Iterable[T | Bad | End], watermark: Callable[[], int]) -> Iterator[T | Bad | End]:
@@ -326,3 +345,57 @@ def _next_good(run: SegmentRun, position: int, stop: int, checksum: Checksum) ->
             return segment, found
         position = segment.end
     return None
+
+
+# -- the watermark -----------------------------------------------------------------------------------------------------
+
+
+def watermark(
+    run: SegmentRun, checkpoint: Checkpoint, checksum: Checksum, *, clean: bool, start: int | None = None
+) -> int:
+    """Return the watermark, a physical offset, of a log that is not empty and that no writer has open.
+
+    `clean` means that the store was closed. `start` is the first physical offset that the caller reads, and the start
+    of a segment. None means the front of the log. May read the headers of the log from there on.
+    """
+    if clean:
+        end = max(checkpoint.flushed or 0, checkpoint.clean_end or 0)
+        if checkpoint.flushed is None or goes_on(run, end):
+            # A closed log was synced completely. A log that continues there has another store's checkpoint, or none.
+            return max(end, written_end(run, run.min_offset if start is None else start, checksum))
+        return end
+    if checkpoint.flushed is not None:
+        return checkpoint.flushed
+    stamp = checkpoint.physic_msg_timestamp_ms
+    if stamp <= 0:
+        return run.min_offset
+    # In a Java store all records before that time were flushed. Times ascend along the log, so check the first record
+    # of each segment, then search the last segment that begins before that time.
+    begin = run.min_offset
+    for candidate in run.starts:
+        first = first_record_time(run, candidate, checksum)
+        if first is not None and first < stamp:
+            begin = candidate
+    for event in scan_log(run, begin, checksum, checksums=False):
+        if isinstance(event, Good):
+            late = np.flatnonzero(event.headers.store_timestamp_ms >= stamp)
+            if len(late):
+                return event.base + int(event.headers.positions[late[0]])
+        elif isinstance(event, End):
+            return event.position
+    return run.min_offset
+
+
+def first_record_time(run: SegmentRun, start: int, checksum: Checksum) -> int | None:
+    """Return the store time of the record at the start of a segment, or None if it does not verify."""
+    record = record_at(run, start, checksum)
+    return None if record is None else record.store_timestamp_ms or None
+
+
+def written_end(run: SegmentRun, start: int, checksum: Checksum) -> int:
+    """Return the end of a cleanly closed log, by following the lengths of records from `start`.
+    `start` is the start of a segment. Records that do not verify count, since they were written."""
+    end = start
+    for event in scan_log(run, start, checksum, checksums=False):
+        end = event.position if isinstance(event, End) else event.end
+    return end

@@ -5,8 +5,7 @@ from __future__ import annotations
 from mqstore.layout.checkpoint import min_timestamp
 from mqstore.layout.consumequeue import is_void
 from mqstore.log.recovery.indexrepair import is_nonsense
-from mqstore.log.recovery.scanner import check_at, goes_on, record_at
-from mqstore.log.recovery.watermark import first_record_time
+from mqstore.log.recovery.scanner import check_at, first_record_time, goes_on, record_at
 from mqstore.log.store_files import StoreParts
 
 __all__ = ["ScanStart", "WholeLogNeededError"]

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.segment import place_in_file
 from mqstore.layout.record import check_record
 from mqstore.log.recovery.report import Cut, RecoveryReport
-from mqstore.log.recovery.scanner import Bad, Good, scan_log, used_end
+from mqstore.log.recovery.scanner import End, Good, scan_log, used_ranges
 from mqstore.log.store_files import StoreParts
 
 __all__ = ["COPY_BYTES", "Tail", "free_cut_path", "save_bytes"]
@@ -30,54 +30,39 @@ class Tail:
         self._report = report
         self._writing = writing
 
-    def _left_behind(self, position: int, *, blank: bool) -> list[tuple[int, int]]:
-        """Return the ranges from `position` on that are not zeros, one for each segment.
-        With `blank` the segment of `position` is left out. A record at the start of a range is included in full, even
-        if it ends in zeros."""
-        run = self._parts.log_files
-        found = []
-        for segment in run.segments():
-            if segment.end <= position or (blank and segment.start <= position):
-                continue
-            at = max(position - segment.start, 0)
-            stop = used_end(run, segment, at)
-            if stop > at:
-                buffer = run.mapping(segment)
-                claimed = check_record(buffer, at, len(buffer), segment.start + at, self._parts.checksum).size
-                found.append((segment.start + at, segment.start + min(max(stop, at + claimed), len(buffer))))
-        return found
-
-    def plan(self, end: int, torn: Bad | None, *, blank: bool) -> tuple[list[tuple[int, int]], int]:
-        """Return the ranges from `end` on that are not zeros, one a segment, and the number of whole records."""
-        cuts = self._left_behind(end, blank=blank)
-        if torn is None:
-            return cuts, 0
-        size = self._parts.log_files.segment_bytes
+    def plan(self, last: End) -> tuple[list[tuple[int, int]], int]:
+        """Return the ranges after the log's end that are not zeros, one a segment, and their number of whole records.
+        A record that begins or ends a range is included in full, even if it ends in zeros."""
+        run, checksum = self._parts.log_files, self._parts.checksum
         whole_to: dict[int, int] = {}
         count = 0
-        for event in scan_log(self._parts.log_files, torn.end, self._parts.checksum):
+        for event in () if last.torn is None else scan_log(run, last.torn.end, checksum):
             if isinstance(event, Good):
                 whole_to[event.base] = event.end
                 count += len(event.headers)
-        # A whole record may end in zeros.
-        return [(begin, max(stop, whole_to.get(begin - begin % size, 0))) for begin, stop in cuts], count
+        # Without any bytes at the end, its segment need not be read again.
+        skipped = run.find(last.position) if last.torn is None and not last.detail else None
+        cuts = []
+        for segment, at, stop in used_ranges(run, last.position if skipped is None else skipped.end):
+            buffer, begin = run.mapping(segment), segment.start + at
+            claimed = check_record(buffer, at, len(buffer), begin, checksum).size
+            stop = segment.start + min(max(stop, at + claimed), len(buffer))
+            cuts.append((begin, max(stop, whole_to.get(segment.start, 0))))
+        return cuts, count
 
     def _save(self, begin: int, stop: int) -> str:
-        """Copy [begin, stop) of the log to a new file under `cut/` and return its path.
+        """Copy [begin, stop) of the log, in one segment, to a new file under `cut/`. Return its path.
         In a dry run, only return the path."""
+        run = self._parts.log_files
         path = free_cut_path(self._parts.root, begin, self._parts.clock.now_ms(), self._report.kept)
         if self._writing:
-            save_bytes(Path(path), self._bytes_of(begin, stop), self._parts.fs)
+            segment = run.find(begin)
+            assert segment is not None
+            buffer, first = run.mapping(segment), begin - segment.start
+            end = min(stop - segment.start, len(buffer))
+            parts = ((at - first, buffer[at : min(at + COPY_BYTES, end)]) for at in range(first, end, COPY_BYTES))
+            save_bytes(Path(path), parts, self._parts.fs)
         return path
-
-    def _bytes_of(self, begin: int, stop: int) -> Iterator[tuple[int, bytes]]:
-        """Yield (position after `begin`, bytes there) of [begin, stop), which is in one segment."""
-        segment = self._parts.log_files.find(begin)
-        assert segment is not None
-        buffer = self._parts.log_files.mapping(segment)
-        end = min(stop - segment.start, len(buffer))
-        for at in range(begin - segment.start, end, COPY_BYTES):
-            yield segment.start + at - begin, buffer[at : min(at + COPY_BYTES, end)]
 
     def cut(self, end: int, cuts: Sequence[tuple[int, int]], why: str, *, keep: bool) -> None:
         """Write zeros from `end` to the end of its segment, and remove later segments.
@@ -105,12 +90,9 @@ class Tail:
         # A segment that begins at the end is kept if it is the only one, so that the log keeps its position.
         doomed = [s for s in run.segments() if s.start > end or (s.start == end != run.starts[0])]
         report.changed |= bool(doomed)
-        listed = {begin - begin % run.segment_bytes for begin, _ in cuts}
-        report.truncated += [
-            Cut(place_in_file(s.start, run.segment_bytes)[0], 0, 0, "unused file")
-            for s in doomed
-            if s.start not in listed
-        ]
+        listed = {place_in_file(begin, run.segment_bytes)[0] for begin, _ in cuts}
+        unused = (place_in_file(s.start, run.segment_bytes)[0] for s in doomed)
+        report.truncated += [Cut(name, 0, 0, "unused file") for name in unused if name not in listed]
         if self._writing:
             if doomed:
                 self._parts.log_writer.drop_from(doomed[0].start)

@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +44,6 @@ from mqstore.log.recovery.ranges import (
     SegmentParts,
     Stitcher,
     cut_ranges,
-    is_straight,
     read_range,
 )
 from mqstore.log.recovery.report import Finding, Kind, finding_of
@@ -66,12 +65,8 @@ def json_tables(root: Path, checks: Mapping[str, Check]) -> Iterator[tuple[str, 
     """Yield (path within the store, its check or None) of the JSON files except the manifest.
     These are the files in `config` and `config/spark`, and those matched by the patterns in `checks`. A file counts
     even if only its backup exists."""
-    known: dict[str, Check] = {
-        TXN_FILE: TxnState.from_json,
-        KNOWN_FILE: check_known,
-        DELETED_FILE: check_deleted,
-        **checks,
-    }
+    ours: dict[str, Check] = {TXN_FILE: TxnState.from_json, KNOWN_FILE: check_known, DELETED_FILE: check_deleted}
+    known = {**ours, **checks}
     for pattern in ("config/*.json", "config/spark/*.json", *(name for name in checks if "*" in name)):
         found = {*root.glob(pattern), *(path.with_suffix("") for path in root.glob(f"{pattern}.bak"))}
         for path in sorted(found):
@@ -133,17 +128,16 @@ class Verifier:
         """Bytes of the log read so far, for a progress bar. At the end equal to `total_bytes`."""
         self._parts = parts
         self._root, self._fs, self._checksum = parts.root, parts.fs, parts.checksum
-        self._run, self._queues, self.index = parts.log_files, parts.queue_table, parts.index
+        self._run = run = parts.log_files
+        self._queues, self.index = parts.queue_table, parts.index
         self._checkpoint, self._clean = parts.checkpoint, parts.clean
-        run, checkpoint = parts.log_files, parts.checkpoint
         self.total_bytes = len(run.starts) * run.segment_bytes
         self.is_live = live
         """True if a writer had the store when this began, or was noticed since."""
         self.until = until
         """End of the part of the log that is checked while a writer runs."""
         self._until = 1 << 62 if until is None else until
-        # When a check began while a writer ran, all bytes before this end had been written.
-        self._watermark: int | None = self._until if live else None
+        self._began_live = live
         self.torn_from: Callable[[], int] = (lambda: self._until) if live else parts.torn_from
         """Function that returns the physical offset from which the next opening treats bad bytes as a torn tail."""
         self._problems = problems
@@ -155,7 +149,7 @@ class Verifier:
         self._first = run.min_offset
         # While a writer runs, the first segment may be newer than the listing. An unfinished bulk append may hide it.
         self._is_empty = not run.starts and not live and not unfinished
-        once = max(checkpoint.flushed or 0, checkpoint.clean_end or 0)
+        once = max(parts.checkpoint.flushed or 0, parts.checkpoint.clean_end or 0)
         self.front = run.starts[0] if run.starts else once + -once % run.segment_bytes if self._is_empty else 1 << 62
         """Physical offset where the log begins, as far as known. While a writer runs, retention moves it.
         If all segments are lost, recovery continues the log there."""
@@ -199,12 +193,11 @@ class Verifier:
         end = max((sum(queue.last_message()[:2]) for queue in self._queues), default=0)
         return end if end > 0 else 1 << 62  # without any unit the queues are lost
 
-    @property
+    @cached_property
     def watermark(self) -> int:
         """Physical offset below which the log was synced (format#watermark)."""
-        if self._watermark is None:
-            self._watermark = self._parts.watermark()
-        return self._watermark
+        # When a check began while a writer ran, all bytes before this end had been written.
+        return self._until if self._began_live else self._parts.watermark()
 
     def front_moved(self, front: int) -> None:
         """Continue at `front`, where the log now begins. Of the queues only their units are known then."""
@@ -254,9 +247,6 @@ class Verifier:
         if self._is_empty and self.front:
             yield Finding("missing_segment", "commitlog", 0, self.front, "the commitlog folder is empty")
 
-    def _place(self, position: int) -> tuple[str, int]:
-        return place_in_file(position, self._run.segment_bytes)
-
     def ranges(self, range_bytes: int = RANGE_BYTES) -> list[LogRange]:
         """Return the log in ranges that `check` can read separately. Raises ConfigError for a bad size."""
         return cut_ranges(self._run, range_bytes, self._until)
@@ -266,19 +256,16 @@ class Verifier:
         A record must begin at `start`, counted from the segment's start. None means wherever the first record
         verifies."""
         wanted: list[Wanted] = []
-        waiting = 0
         tally = IndexTally()
 
         def take(good: Good) -> Rows:
-            nonlocal waiting, wanted
             rows = self.rows_of(good)
-            entries = self.wanted_of(rows)
+            entries = self._among_indexed(rows.entries())
             if entries is not None:
                 wanted.append(entries)
-                waiting += len(entries[0])
-                if waiting > _ENTRIES_TALLIED:
+                if sum(len(hashes) for hashes, _, _ in wanted) > _ENTRIES_TALLIED:
                     tally.add(self.tally(wanted))
-                    wanted, waiting = [], 0
+                    wanted.clear()
             self.done_bytes = max(0, good.end - self._first)
             return rows
 
@@ -332,10 +319,13 @@ class Verifier:
             first, last = here[0], here[-1]
             # If no checksum covers the queue offset of a record, units may outvote it.
             doubted = self._checksum == "crc32-body" and any(part.findings or part.unlisted for part in here)
-            if doubted or not is_straight(here) or not self.slots.follows(queue, first.first, first.first_physical):
+            straight = first.straight and all(later.follows(part) for part, later in pairwise(here))
+            if doubted or not straight or not self.slots.follows(queue, first.first, first.first_physical):
                 out_of_order.add((topic, queue_id))
                 continue
-            yield from self.straight(queue, first.first, last.stop, last.last_end)
+            if not self.slots.is_met(queue):
+                yield from self._front(queue, first.first)
+            self.slots.advance(queue, last.stop, last.last_end)
             for part in here:
                 yield from part.findings
                 self.unlisted += part.unlisted
@@ -356,7 +346,7 @@ class Verifier:
 
     def bad(self, event: Bad) -> Finding:
         """Return the finding about a part of the log that has no record."""
-        name, at = self._place(event.start)
+        name, at = place_in_file(event.start, self._run.segment_bytes)
         return Finding(event.kind, name, at, event.end - event.start, event.detail)
 
     def end(self, end: End, *, units: bool = False) -> Iterator[Finding]:
@@ -364,7 +354,8 @@ class Verifier:
         units that point beyond the end are included."""
         if self.is_live:
             return  # a record may be half-written
-        name, at = self._place(end.position)
+        size = self._run.segment_bytes
+        name, at = place_in_file(end.position, size)
         known = self._checkpoint.flushed is not None or end.detail  # otherwise finding the watermark reads the log
         once = self.watermark if known else end.position
         later = [segment for segment in self._run.segments() if segment.start > end.position]
@@ -381,18 +372,18 @@ class Verifier:
             why = end.detail
             if end.torn:
                 why += "; `mqstore recover` keeps whole records after it, opening moves them all to cut/"
-            yield Finding("torn_tail", name, at, self._run.segment_bytes - at, why)
+            yield Finding("torn_tail", name, at, size - at, why)
         for segment in later:
             if used := used_end(self._run, segment):
                 why = "the log ends before it" if end.torn else "the log ends before it, and it has no valid record"
-                yield Finding("torn_tail", self._place(segment.start)[0], 0, used, why)
+                yield Finding("torn_tail", place_in_file(segment.start, size)[0], 0, used, why)
 
     # -- consume queues ---------------------------------------------------------------------------------------------
 
-    def units(self, rows: Rows, only: Collection[tuple[str, int]] | None = None) -> Iterator[Finding]:
-        """Yield findings about the units of a record batch. The records before it must have been taken.
-        `only` chooses queues by (topic, queue id)."""
-        for found in self.placed(rows, None if only is None else lambda *queue: queue in only):
+    def units(self, rows: Rows, only: Collection[tuple[str, int]]) -> Iterator[Finding]:
+        """Yield findings about the units of a record batch, in the queues of `only`, as (topic, queue id).
+        The records before it must have been taken."""
+        for found in self.placed(rows, lambda *queue: queue in only):
             if isinstance(found, Finding):
                 yield found
                 continue
@@ -412,13 +403,6 @@ class Verifier:
         """Return the first slot as recovery does, or None while a writer runs if retention may be removing files."""
         found = first_slot_in_range(queue, self.front, least)
         return (None, 0) if found[0] != least and self._has_writer() else found
-
-    def straight(self, queue: ConsumeQueue, first: int, stop: int, last_end: int) -> Iterator[Finding]:
-        """Accept a run `[first, stop)` of queue offsets whose units were compared. It must follow.
-        Yields findings about units before it. Its last record ends at `last_end`."""
-        if not self.slots.is_met(queue):
-            yield from self._front(queue, first)
-        self.slots.advance(queue, stop, last_end)
 
     def _front(self, queue: ConsumeQueue, stop: int) -> Iterator[Finding]:
         """Yield findings about units before slot `stop` whose records retention cannot have removed."""
@@ -478,7 +462,7 @@ class Verifier:
         for queue in self._queues:
             first = inside = stop = queue.max_offset
             if self._end is not None:
-                first, inside, stop, _ = self.slots.behind(queue, self.front, self._end)
+                first, inside, stop, *_ = self.slots.behind(queue, self.front, self._end)
             if not self.slots.is_met(queue):
                 yield from self._front(queue, inside)  # the log has no record of this queue
                 first = inside
@@ -486,12 +470,9 @@ class Verifier:
 
     # -- index and JSON ---------------------------------------------------------------------------------------------
 
-    def wanted_of(self, rows: Rows) -> Wanted | None:
-        """Return the entries that the index should have for these records, or None if there are none."""
-        return self._among_indexed(rows.entries())
-
     def _among_indexed(self, wanted: Wanted) -> Wanted | None:
-        """Return the entries of records before the end of the index, which may end before the log, or None."""
+        """Return the entries of records before the end of the index, which may end before the log.
+        None means that there are none."""
         ends = [header.end_physical_offset for _, header in self.index.headers() if header.next_entry > 1]
         hashes, physical, stamps = wanted
         inside = physical < max(self._indexed_end(), ends[-1] if ends else 0)

@@ -202,10 +202,10 @@ def _checked(original: Original, target: str | os.PathLike[str], link: bool) -> 
     """Return the absolute path of the copy. Raises ConfigError if no copy can be made there."""
     text = os.fspath(target)
     try:
-        length = len(os.fsencode(os.path.basename(text.rstrip(os.sep))))
+        is_name = bool(os.fsencode(text)) and "\0" not in text
     except UnicodeEncodeError:
-        length = 0
-    if not text or "\0" in text or (not length and text.strip(os.sep)):
+        is_name = False
+    if not is_name:
         raise ConfigError(f"{text!r} is not a folder name")
     head, name = os.path.split(text.rstrip(os.sep))
     place = Path(resolved(head or os.curdir), name)
@@ -229,10 +229,6 @@ def _checked(original: Original, target: str | os.PathLike[str], link: bool) -> 
     made_in = _existing(place.parent)
     if not os.access(made_in, os.W_OK | os.X_OK):
         raise_os_error(PermissionError(errno.EACCES, os.strerror(errno.EACCES)), made_in, "mkdir")
-    if length + len(_SUFFIX) + 8 > os.pathconf(made_in, "PC_NAME_MAX"):
-        raise ConfigError(
-            f"{text}: the name is too long, since the unfinished copy has a longer one. Choose a shorter name"
-        )
     if link:
         with suppress(FileNotFoundError):  # a store without a log
             if QUIET.stat(original.root / "commitlog").st_dev != QUIET.stat(above).st_dev:
@@ -324,7 +320,6 @@ class _Making:
         """Make the copy, in order and on disk, and return the report."""
         plan = self._bring()
         roots = self._of_root()
-        self._meter.halfway()
         recovered = recover_store(
             self._store,
             RecoverOptions(copied_live=plan.writer_alive),
@@ -366,24 +361,20 @@ class _Making:
     def _bring_aside(self, files: list[Found]) -> None:
         """Copy the files that go aside, again for each attempt.
         A bundle never changes, so each is copied once."""
-        bundles: dict[str, list[str]] = {}
+        bundles: dict[str, list[str]] = {"": []}
         for each in files:
             folder = "/".join(each.name.split("/")[:2]) if each.name.startswith("inbox/") else ""
             bundles.setdefault(folder, []).append(each.name)
         found = {folder: self._original.identity_of(folder) for folder in bundles if folder}
+        self._bundles = {name: known for name, known in self._bundles.items() if found.get(name) == known}
         self._meter.begin(0)
         for name in self._fs.scandir(self._aside) if self._aside.exists() else ():
-            if name != "inbox":
+            if name != "inbox" or not self._bundles:
                 self._fs.remove_tree(self._aside / name)
-        if (inbox := self._aside / "inbox").exists():
-            for name in self._fs.scandir(inbox):
-                folder = f"inbox/{name}"
-                if folder not in found or self._bundles.get(folder) != found[folder]:
-                    self._bundles.pop(folder, None)
-                    self._fs.remove_tree(inbox / name)
-            if not found:
-                self._fs.remove_tree(inbox)
-        for folder, names in {"": [], **bundles}.items():
+        for name in self._fs.scandir(self._aside / "inbox") if self._bundles else ():
+            if f"inbox/{name}" not in self._bundles:
+                self._fs.remove_tree(self._aside / "inbox" / name)
+        for folder, names in bundles.items():
             if folder in self._bundles:
                 continue
             with self._copy_to(self._aside) as copy:
@@ -450,29 +441,21 @@ class _Making:
 
 
 class _Meter:
-    """Counts bytes over both halves of the work. After another `begin` its progress does not go back."""
+    """Counts copied bytes, then those read back. After another `begin` its progress does not go back."""
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
-        self._total = 0
-        self._done = 0
-        self._half = 0
-        self._shown = 0
+        self._total = self._done = self._shown = 0
 
     def begin(self, total: int) -> None:
-        self._total = total
-        self._done = 0
+        self._total, self._done = total, 0
 
     def add(self, count: int) -> None:
-        self._tell(self._done + count)
         self._done += count
-
-    def halfway(self) -> None:
-        self._half = self._done
+        self._tell(self._done)
 
     def second(self, done: int, of: int) -> None:
-        """Report progress of the second half."""
-        self._tell(self._half + done)
+        self._tell(self._done + done)
 
     def _tell(self, done: int) -> None:
         if self._progress is not None and self._total:
