@@ -23,21 +23,23 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from mqstore.broker.names import retry_topic
 from mqstore.client.codecs import BYTES, Codec
 from mqstore.client.delivery import Lease, LeaseContext, release, visibility_seconds
-from mqstore.client.groupsettings import enter_group
+from mqstore.client.groupsettings import begin_in, check_order, enter_group
 from mqstore.client.interceptors import Settled
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.popsource import pop_retries
 from mqstore.client.waits import Wait, Waits
-from mqstore.contract import MAX_BATCH, BrokerContract, DeadLetters, Delivery, RetryPolicy
+from mqstore.contract import MAX_BATCH, BrokerContract, DeadLetters, Delivery, RetryPolicy, SendOptions
 from mqstore.errors import (
     ConfigError,
-    InvalidMessageError,
     MQStoreError,
     QueueEmpty,
     QueueFull,
@@ -98,6 +100,11 @@ class Task(Lease):
 
     def __enter__(self) -> Task:
         return self
+
+
+class _Last(threading.local):
+    task: Task | Settled | None = None
+    """Last item that a thread got, or its outcome."""
 
 
 class Queue:
@@ -164,20 +171,18 @@ class Queue:
         """Notified when an item was settled, or the queue was shut."""
         self._waiting = 0
         """Number of threads that wait for that."""
+        self._callbacks: set[Callable[[], object]] = set()
+        """Functions to call then, once."""
         self._waits = Waits(broker, name, order=ordered)
         """Waits of the threads in `get`."""
         self._log = LimitedLog(f"group {name}", broker.clock)
         self._context = LeaseContext(broker, name, self._log, self._settled)
         self._coming: tuple[int, str] | None = None
         """Due time (wall ms) and unique key of the last delayed item that was put here."""
-        self._last = threading.local()
+        self._last = _Last()
         group = broker.groups.get(name)
-        if group is not None and group.orderly != ordered:
-            raise ConfigError(
-                f"queue {name!r} was made {'ordered' if group.orderly else 'without order'}: give "
-                f"ordered={group.orderly}, choose another name, or alter it: broker.groups.alter({name!r}, "
-                f"orderly={ordered})"
-            )
+        if group is not None:
+            check_order(group, ordered)
         broker.members.check_retry("this Queue", name, retry)
         topic = broker.topics.create(name, queues=1)
         if ordered and not topic.read_queues == topic.write_queues == 1:
@@ -190,8 +195,7 @@ class Queue:
         enter_group(broker, name, ordered=ordered, retry=retry)
         if retry is not None:
             broker.members.set_retry("this Queue", name, retry)
-        for queue_id in range(topic.read_queues):  # from now on unfinished items count, and retention keeps them
-            broker.start_of(name, name, queue_id, "earliest")
+        begin_in(broker, name, name, "earliest")
 
     # -- in ---------------------------------------------------------------------------------------------------------
 
@@ -205,8 +209,8 @@ class Queue:
         `Broker.put`. After an error nothing is stored.
         """
         body = self._codec.encode(item)
-        if self._shut:
-            raise QueueShutDown(f"queue {self.name!r} was shut down")
+        if self._shut:  # inline `_check_puts`: one call less
+            self._check_puts()
         if self._maxsize:
             with self._changed:
                 self._wait_for_room(1, block, timeout)
@@ -216,11 +220,25 @@ class Queue:
         else:
             self._put(body, delay)
 
+    def _check_puts(self) -> None:
+        if self._shut:
+            raise QueueShutDown(f"queue {self.name!r} was shut down")
+
     def _put(self, body: bytes, delay: Duration | None) -> None:
         if delay is None:
             self._broker.put(self.name, body, queue_id=0)
         else:
             self._note_delay(self._broker.put(self.name, body, queue_id=0, delay=delay))
+
+    def _append(self, body: bytes, options: SendOptions) -> Future[SendReceipt] | None:
+        """Put an encoded item, for `mqstore.aio`. Return a future for the disk, or None if it is full."""
+        self._check_puts()
+        with self._changed:
+            try:
+                self._wait_for_room(1, False, None)
+            except QueueFull:
+                return None
+            return self._broker.put_async(self.name, body, queue_id=0, **options)
 
     def _note_delay(self, receipt: SendReceipt) -> None:
         """Have `join` wait for an item that was put with a delay."""
@@ -247,15 +265,11 @@ class Queue:
         """Put an item as `put` does, but raise QueueFull instead of waiting."""
         self.put(item, block=False)
 
-    def put_many(self, items: Iterable[Any], *, delay: None = None) -> None:
+    def put_many(self, items: Iterable[Any]) -> None:
         """Store many items at once, which is far quicker than one by one. Raises the errors of `put`.
-        Raises QueueFull at once if they do not fit into `maxsize`; then nothing is stored. A `delay` raises
-        InvalidMessageError, since only `put` takes one."""
-        if delay is not None:
-            raise InvalidMessageError("put_many delays nothing; call put(item, delay=...) for each item", "delay")
+        Raises QueueFull at once if they do not fit into `maxsize`; then nothing is stored."""
         bodies = [self._codec.encode(item) for item in items]
-        if self._shut:
-            raise QueueShutDown(f"queue {self.name!r} was shut down")
+        self._check_puts()
         if self._maxsize:
             with self._changed:
                 self._wait_for_room(len(bodies), False, None)
@@ -273,8 +287,7 @@ class Queue:
                 if not block or left <= 0:
                     raise QueueFull(f"queue {self.name!r} has {self.qsize()} items of {self._maxsize}")
                 self._changed.wait(min(left, _LOOK_S))
-                if self._shut:
-                    raise QueueShutDown(f"queue {self.name!r} was shut down")
+                self._check_puts()
         finally:
             self._waiting -= 1
 
@@ -410,7 +423,7 @@ class Queue:
 
     def task_done(self) -> None:
         """Acknowledge the last item of this thread, as in `queue.Queue`. Raises ValueError if there is none."""
-        task: Task | Settled | None = getattr(self._last, "task", None)
+        task = self._last.task
         if task is None:
             raise ValueError("task_done() called, but this thread has no item that it did not call it for")
         if isinstance(task, Task):
@@ -420,12 +433,27 @@ class Queue:
         self._last.task = None  # only now, so that it can be repeated if the disk is full
 
     def _settled(self, task: Task, outcome: Settled) -> None:
-        if getattr(self._last, "task", None) is task:
+        if self._last.task is task:
             self._last.task = outcome  # a message that is held keeps its segment on the disk after its deletion
         # A waiting thread first counts itself, then looks. So it sees this settlement, or is seen here.
         if self._waiting:
             with self._changed:
                 self._changed.notify_all()
+        if self._callbacks:
+            self._call_waiting()
+
+    def _when_changed(self, callback: Callable[[], object]) -> Callable[[], object]:
+        """Call `callback()`, which must be quick, once an item was settled or the queue is shut, for `mqstore.aio`.
+        Return a function to cancel that. It is called at once if there may be room, or if everything is done."""
+        self._callbacks.add(callback)
+        if self._shut or self.qsize() < max(1, self._maxsize):  # since the caller looked
+            self._call_waiting()
+        return partial(self._callbacks.discard, callback)
+
+    def _call_waiting(self) -> None:
+        while self._callbacks:
+            with suppress(KeyError):  # another thread was quicker
+                self._callbacks.pop()()
 
     def join(self, timeout: Duration | None = None) -> bool:
         """Wait until nothing is ready, leased, waiting for another attempt, or put with a delay.
@@ -435,16 +463,20 @@ class Queue:
         with self._changed:
             self._waiting += 1
             try:
-                while self._is_coming() or self.qsize():
-                    if self._shut == "all":  # the remaining items will not be taken
-                        return False
+                while (done := self._is_done()) is None:
                     left = _LOOK_S if end is None else end - time.monotonic()
                     if left <= 0:
                         return False
                     self._changed.wait(min(left, _LOOK_S))
+                return done
             finally:
                 self._waiting -= 1
-        return True
+
+    def _is_done(self) -> bool | None:
+        """Return True if everything is done, False if the rest will not be taken any more, or None."""
+        if not (self._is_coming() or self.qsize()):
+            return True
+        return False if self._shut == "all" else None
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -484,6 +516,7 @@ class Queue:
         with self._changed:
             self._shut = "all" if immediate or self._shut == "all" else "put"
             self._changed.notify_all()
+        self._call_waiting()
         self._waits.ring()
 
     def __enter__(self) -> Queue:

@@ -66,7 +66,7 @@ def on_thread(store: aio.Store, work: Callable[[], object]) -> None:
 
 def until_news(store: aio.Store) -> None:
     """Hold up the loop until a thread has something to tell it."""
-    support.until(lambda: store._bridge._news)
+    support.until(lambda: store._bridge.loop._ready)
 
 
 async def until(condition: Callable[[], object]) -> None:

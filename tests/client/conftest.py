@@ -42,7 +42,6 @@ _HERE_ONLY = {
     "test_options_that_cannot_be_leave_no_trace": _LISTENERS,
     "test_starting_and_stopping_leaves_nothing_behind": _THREADS,
     "test_submit_blocks_when_so_much_is_in_flight_and_not_before": _LOG,
-    "test_submitted_messages_are_stored_in_order": _LOG,
     "test_with_closes_and_stores_what_was_submitted_even_when_it_raises": _LOG,
 }
 """Tests that cannot, and why."""

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from types import MethodType
 from typing import Any, cast
 
@@ -19,13 +20,16 @@ from mqstore.client.push.pop import PopEngine
 from mqstore.client.push.workers import Workers
 from mqstore.client.waits import Waits
 from tests import waiting
+from tests.log.support import open_store
 
 __all__ = [
+    "Broker",
     "advance",
     "ended",
     "every_lock_held",
     "failing",
     "in_thread",
+    "open_broker",
     "parked",
     "settle",
     "subscribed",
@@ -58,6 +62,11 @@ def ended(thread: threading.Thread, outcome: list[Any], timeout_s: float = 20) -
     thread.join(timeout_s)
     assert not thread.is_alive()
     return outcome[0]
+
+
+def open_broker(path: Path, **options: Any) -> Broker:
+    """Return a broker over a log with these options (`tests.log.support.open_store`)."""
+    return Broker(open_store(path, **options))
 
 
 until = partial(waiting.until, limit_s=20, pause_s=0.001)

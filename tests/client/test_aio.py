@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
-import logging
+import os
 import signal
 import subprocess
 import sys
@@ -18,18 +18,15 @@ from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 import mqstore
 from mqstore import aio
-from mqstore.aio.loop_thread import LoopThread
-from mqstore.broker.redelivery import dead_letters as deadletters
-from mqstore.client.send import transaction
-from tests.client.aiosupport import environment, in_store, on_thread, run, slow_flush, until, with_store
+from tests.children import speaking_child
+from tests.client.aiosupport import environment, in_store, on_thread, run, until, with_store
 from tests.client.support import parked
-from tests.holding import new_threads
 
 # -- the same objects -------------------------------------------------------------------------------------------------
 
@@ -38,12 +35,12 @@ TWINS = [
     (mqstore.Queue, aio.Queue),
     (mqstore.Task, aio.Task),
     (mqstore.Producer, aio.Producer),
-    (transaction.Transaction, aio.Transaction),
+    (get_type_hints(mqstore.Producer.transaction)["return"], aio.Transaction),
     (mqstore.SimpleConsumer, aio.SimpleConsumer),
     (mqstore.Delivery, aio.Delivery),
     (mqstore.PullConsumer, aio.PullConsumer),
     (mqstore.PushConsumer, aio.PushConsumer),
-    (deadletters.DeadLetters, aio.DeadLetters),
+    (mqstore.admin.DeadLetters, aio.DeadLetters),
 ]
 NOT_THERE = {
     (mqstore.Store, "broker"),  # and `log`, an attribute: by way of `store.sync`
@@ -226,20 +223,6 @@ async def test_puts_are_stored_in_the_order_of_the_calls(store: aio.Store, size:
     assert [each.offset for each in (*stored, last)] == [200, 201, 202, 203]
 
 
-@in_store(durability="flush")
-async def test_a_put_that_waits_for_the_disk_does_not_hold_up_the_loop(store: aio.Store) -> None:
-    await store.put("t", b"first")
-    bounded = await store.queue("bounded", maxsize=5)
-    async with slow_flush(store) as begun:
-        puts = [asyncio.create_task(store.put("t", b"x", durability="flush")) for _ in range(10)]
-        puts += [asyncio.create_task(bounded.put(b"x")) for _ in range(3)]
-        await begun()
-        assert await store.read("t", 0, 0) is not None  # the loop goes on, and the store's thread
-        assert not any(put.done() for put in puts)
-    await asyncio.gather(*puts)
-    assert await bounded.qsize() == 3
-
-
 @in_store
 async def test_follower_gets_old_and_new_messages(store: aio.Store) -> None:
     await store.put("t", b"0", queue_id=0)
@@ -367,7 +350,7 @@ async def test_task_done_is_for_what_the_task_of_the_loop_got_last(store: aio.St
 
 
 @in_store
-async def test_a_put_that_waits_for_room_is_called_by_an_ack(store: aio.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ack_and_shutdown_call_a_put_that_waits(store: aio.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mqstore.aio.queue._LOOK_S", 3600)
     queue = await store.queue("jobs", maxsize=1)
     await queue.put(b"0")
@@ -376,6 +359,12 @@ async def test_a_put_that_waits_for_room_is_called_by_an_ack(store: aio.Store, m
         await queue.qsize()  # behind its look
     await (await queue.get()).ack()
     await asyncio.wait_for(put, 60)
+    put = asyncio.create_task(queue.put(b"2"))
+    for _ in range(3):
+        await queue.qsize()
+    await queue.shutdown()
+    with pytest.raises(mqstore.QueueShutDown):
+        await asyncio.wait_for(put, 60)
 
 
 @in_store
@@ -389,38 +378,27 @@ async def test_walking_through_a_queue_ends_when_nothing_is_ready(store: aio.Sto
     assert values == [b"a", b"b"]
 
 
-@pytest.mark.parametrize(
-    ("error", "passes", "outcome"),
-    [
-        (ValueError("no"), True, "failed"),
-        (mqstore.Retry(0), False, "failed"),
-        (mqstore.Reject("bad"), False, "dead"),
-        (asyncio.CancelledError(), True, "unseen"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
 @in_store
-async def test_raising_block_agrees_with_the_sync_block(
-    store: aio.Store, error: BaseException, passes: bool, outcome: str
-) -> None:
-    retry = mqstore.RetryPolicy(3, [0])
-    queue = await store.queue("jobs", retry=retry)
+async def test_cancelled_block_counts_no_attempt(store: aio.Store) -> None:
+    queue = await store.queue("jobs")
     await queue.put(b"x")
-    consumer = await store.simple_consumer("g", {"jobs": "*"}, retry=retry)
+    consumer = await store.simple_consumer("g", {"jobs": "*"})
     for lease in (await queue.get(), (await consumer.receive())[0]):
-        raised = False
-        try:
+        with pytest.raises(asyncio.CancelledError):
             async with lease:
-                raise error
-        except type(error):
-            raised = True
-        assert raised is passes
-    if outcome == "dead":
-        assert await queue.dead_letters.count() == await store.dead_letters("g").count() == 1
-        return
-    attempt = 1 if outcome == "unseen" else 2
-    assert (await queue.get(timeout=10)).attempt == attempt
-    assert (await consumer.receive(wait=10))[0].attempt == attempt
+                raise asyncio.CancelledError
+    assert (await queue.get(timeout=10)).attempt == 1
+    assert (await consumer.receive(wait=10))[0].attempt == 1
+
+
+@in_store
+async def test_shutdown_ends_a_waiting_get(store: aio.Store) -> None:
+    queue = await store.queue("jobs")
+    getting = asyncio.create_task(queue.get())
+    await until(lambda: parked(store.sync.broker) == 1)
+    await queue.shutdown()
+    with pytest.raises(mqstore.QueueShutDown):
+        await getting
 
 
 @in_store
@@ -763,19 +741,23 @@ def test_closing_a_store_ends_all_waits(tmp_path: Path) -> None:
         store = await aio.open(tmp_path / "store")
         await store.create_topic("t")
         queue = await store.queue("jobs")
+        full = await store.queue("full", maxsize=1)
+        await full.put(b"x")
         simple = await store.simple_consumer("g", {"t": "*"})
         nowhere = await store.simple_consumer("n", {"comes-later": "*"})
         pull = await store.pull_consumer("p")
         await pull.subscribe("t")
         waiting = [
             asyncio.create_task(each)
-            for each in (queue.get(), anext(store.iter("t", follow=True)), nowhere.receive(wait=60), pull.poll(60))
+            for each in (
+                *(queue.get(), full.put(b"y"), full.join(), anext(store.iter("t", follow=True))),
+                *(nowhere.receive(wait=60), pull.poll(60)),
+            )
         ]
         await until(lambda: parked(store.sync.broker) >= 3)
         await store.close()
-        got, followed, received, polled = await asyncio.gather(*waiting, return_exceptions=True)
-        assert isinstance(got, mqstore.errors.StoreClosedError)
-        assert isinstance(followed, mqstore.errors.StoreClosedError)
+        *failed, received, polled = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(each) for each in failed] == [mqstore.errors.StoreClosedError] * 4
         assert (received, polled) == ([], [])  # their consumers were closed, as those of the sync store
         for late in (store.put("t", b""), queue.get(), store.topics(), simple.receive(), pull.poll(), queue.put(b"")):
             with pytest.raises(mqstore.errors.StoreClosedError):
@@ -869,160 +851,32 @@ def test_every_loop_may_have_a_store_and_none_another_s(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT to send")
 def test_ctrl_c_leaves_a_store_that_was_closed(tmp_path: Path) -> None:
-    code = """
-        import asyncio, signal, sys, mqstore
+    async def tick() -> None:  # asyncio.run does not hear a signal that comes just before its loop falls asleep
+        while True:
+            await asyncio.sleep(0.05)
+
+    async def main(pipe: int) -> None:
+        async with aio.open(tmp_path / "store") as store, store.queue("jobs") as queue:
+            ticking = asyncio.create_task(tick())
+            await queue.put(b"x")
+            task = await queue.get()
+            os.write(pipe, b"waiting")
+            async with task:
+                await queue.get()
+            ticking.cancel()
+
+    def work(pipe: int) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in a shell's background
-        async def tick():  # asyncio.run does not hear a signal that comes just before its loop falls asleep
-            while True:
-                await asyncio.sleep(0.05)
-        async def main():
-            async with mqstore.aio.open(sys.argv[1]) as store, store.queue("jobs") as queue:
-                ticking = asyncio.create_task(tick())
-                await queue.put(b"x")
-                task = await queue.get()
-                print("waiting", flush=True)
-                async with task:
-                    await queue.get()
-        asyncio.run(main())
-    """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "store")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment(),
-    )
-    with process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"waiting\n"
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    assert b"KeyboardInterrupt" in errors
+        try:
+            asyncio.run(main(pipe))
+        except KeyboardInterrupt:
+            os.write(pipe, b"interrupted")
+        signal.pause()
+
+    with speaking_child(work) as (pid, pipe):
+        assert os.read(pipe, 20) == b"waiting"
+        os.kill(pid, signal.SIGINT)
+        assert os.read(pipe, 20) == b"interrupted"
     with mqstore.open(tmp_path / "store") as store:
         assert store.recovery.clean_shutdown
         assert store.queue("jobs").get(block=False).attempt == 1  # the block's end gave it back unseen
-
-
-def test_a_stop_iteration_of_the_engine_s_thread_is_an_error_like_others() -> None:
-    async def main() -> None:
-        bridge = LoopThread("test")
-        with pytest.raises(RuntimeError, match="StopIteration"):
-            await bridge.call(lambda: next(iter(())))
-        bridge.close()
-
-    run(main())
-
-
-class Door:
-    """Somebody parks here; nobody is ever called."""
-
-    def __init__(self) -> None:
-        self.entered, self.open = threading.Event(), threading.Event()
-        self.cancelled = False
-
-    def park(self, again: Callable[[], object]) -> Door:
-        self.entered.set()
-        assert self.open.wait(20)
-        return self
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
-def test_failed_look_passes_its_turn() -> None:
-    class Turn:
-        cancelled = 0
-
-        def cancel(self) -> None:
-            self.cancelled += 1
-
-    async def main() -> None:
-        bridge, turn, looks = LoopThread("test"), Turn(), iter([None, mqstore.QueueShutDown("shut")])
-
-        def look() -> object:
-            if (error := next(looks)) is not None:
-                raise error
-            return None
-
-        def park(again: Callable[[], object]) -> Turn:
-            again()
-            return turn
-
-        with pytest.raises(mqstore.QueueShutDown):
-            await bridge.look(look, park, timeout_s=None)
-        assert turn.cancelled == 1
-        bridge.close()
-
-    run(main())
-
-
-def test_cancelled_waiter_does_not_park() -> None:
-    async def main() -> None:
-        bridge, door = LoopThread("test"), Door()
-        task = asyncio.create_task(bridge.look(lambda: None, door.park, timeout_s=None))
-        await asyncio.get_running_loop().run_in_executor(None, door.entered.wait)
-        task.cancel()
-        await asyncio.wait([task])
-        door.open.set()
-        await bridge.call(lambda: None)
-        assert door.cancelled
-        bridge.close()
-
-    run(main())
-
-
-def test_closed_bridge_wakes_parked_waiters() -> None:
-    async def main() -> None:
-        bridge, door = LoopThread("test"), Door()
-        door.open.set()
-        task = asyncio.create_task(bridge.look(lambda: None, door.park, timeout_s=None))
-        await asyncio.sleep(0)
-        await bridge.call(lambda: None)
-        bridge.close()
-        with pytest.raises(mqstore.errors.StoreClosedError):
-            await task
-
-    run(main())
-
-
-@pytest.mark.parametrize("heard_of", [True, False], ids=["the loop was woken", "it was closed before"])
-def test_news_that_a_loop_never_heard_keeps_no_thread(heard_of: bool) -> None:
-    """Unread news held the bridge, and the thread held the news. The end of the bridge ends the thread."""
-
-    async def begin() -> LoopThread:
-        return LoopThread("test")
-
-    loop, before = asyncio.new_event_loop(), set(threading.enumerate())
-    bridge = loop.run_until_complete(begin())
-    if heard_of:
-        assert bridge.post(bridge.check)
-        loop.close()
-    else:
-        bridge.post(bridge.check, wakes=False)
-        loop.close()
-        assert not bridge.wake()
-    del bridge
-    gc.collect()
-    assert not new_threads(before)
-
-
-def test_a_result_for_a_loop_that_has_ended_is_undone(caplog: pytest.LogCaptureFixture) -> None:
-    undone: list[int] = []
-    go_on, done = threading.Event(), threading.Event()
-
-    async def begin() -> tuple[LoopThread, asyncio.Task[int]]:
-        bridge = LoopThread("test")
-        bridge.submit(lambda: go_on.wait(20))
-        task = asyncio.create_task(bridge.call(lambda: 7, undone.append))
-        await asyncio.sleep(0)
-        return bridge, task
-
-    loop = asyncio.new_event_loop()
-    bridge, task = loop.run_until_complete(begin())
-    loop.close()
-    go_on.set()
-    bridge.submit(done.set)
-    assert done.wait(20)
-    assert undone == [7]
-    with caplog.at_level(logging.CRITICAL, "asyncio"):  # which complains of a task that was never to end
-        del task
-        gc.collect()

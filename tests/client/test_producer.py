@@ -23,10 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mqstore
-from mqstore import Interceptor, Message, OutgoingMessage, Producer, QueueRef, SendReceipt, SimulatedClock
-from mqstore.broker.broker import Broker
-from mqstore.broker.selection import java_selector_queue
-from mqstore.client.send.submitter import Submitter
+from mqstore import Interceptor, Message, OutgoingMessage, Producer, QueueRef, SendReceipt
 from mqstore.errors import (
     ConfigError,
     FlushFailedError,
@@ -38,15 +35,14 @@ from mqstore.errors import (
     StoreFullError,
     TransactionStateError,
 )
-from mqstore.layout.record import COMPRESSED, COMPRESSION_TYPE_MASK, COMPRESSION_ZLIB
-from mqstore.log.store import MessageStore
 from tests.broker import support
 from tests.client.pushsupport import hook
-from tests.client.support import ended, failing, in_thread, until
+from tests.client.support import Broker, ended, failing, in_thread, open_broker, until
 from tests.faults import FaultyFileSystem
 from tests.interrupts import run_interrupted
-from tests.log.support import open_store
 
+COMPRESSED, COMPRESSION_TYPE_MASK, COMPRESSION_ZLIB = 0x1, 0x700, 0x300
+"""Bits of RocketMQ's sys flag."""
 CHECK_MS = 6_000
 AGAIN_MS = 30_000
 WAIT_S = 20
@@ -372,7 +368,7 @@ def test_a_selector_decides_unless_a_queue_is_named(bench: Bench) -> None:
 
     def like_4x(queues: Any, group: str | None) -> QueueRef:
         asked.append((len(queues), group))
-        return queues[java_selector_queue("order-1", len(queues))]  # type: ignore[no-any-return]
+        return queues[VECTORS["order-1"][1]]  # type: ignore[no-any-return]
 
     bench.broker.topics.create("orders", queues=8)
     producer = bench.producer(selector=like_4x)
@@ -885,7 +881,7 @@ def syncs() -> Syncs:
 @pytest.fixture
 def flushing(tmp_path: Path, syncs: Syncs) -> Iterator[Producer]:
     """A producer that waits for the disk, behind the first message of a segment."""
-    with Broker(open_store(tmp_path / "s", fs=syncs, segment_bytes=1 << 20)) as broker:
+    with open_broker(tmp_path / "s", fs=syncs, segment_bytes=1 << 20) as broker:
         producer = Producer(broker, durability="flush")
         producer.send("orders", b"first of its segment")
         syncs.made()
@@ -903,15 +899,6 @@ def test_many_share_one_sync_whatever_they_are(flushing: Producer, syncs: Syncs)
 
 
 # -- later (clients#submit) --------------------------------------------------------------------------------------------
-
-
-def test_submitted_messages_are_stored_in_order(broker: Broker) -> None:
-    with Producer(broker) as producer:
-        futures = [producer.submit("orders", b"%d" % i, queue_id=0) for i in range(3000)]
-        producer.flush()
-        assert all(future.done() for future in futures)
-    assert [future.result().offset for future in futures] == list(range(3000))
-    assert [m.body for m in broker.store.iter("orders", 0)] == [b"%d" % i for i in range(3000)]
 
 
 def test_each_thread_s_submits_keep_their_order(broker: Broker) -> None:
@@ -1097,7 +1084,7 @@ def test_late_sync_gives_each_waiter_its_receipt(bench: Bench, monkeypatch: pyte
 def test_the_durability_is_the_producer_s_else_the_store_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_store: Any, of_producer: Any, waits: bool
 ) -> None:
-    with Broker(open_store(tmp_path / "s", durability=of_store, segment_bytes=1 << 20)) as broker:
+    with open_broker(tmp_path / "s", durability=of_store, segment_bytes=1 << 20) as broker:
         producer = Producer(broker, durability=of_producer)
         with monkeypatch.context() as patch:
             patch.setattr(broker.store, "flush", late)
@@ -1198,22 +1185,23 @@ def test_an_idle_writer_ends_and_another_begins(broker: Broker, monkeypatch: pyt
 
 
 def test_a_store_that_is_closed_first_fails_what_was_submitted(tmp_path: Path) -> None:
-    broker = Broker(MessageStore(tmp_path / "s"))
-    producer = Producer(broker, linger=30)
+    store = mqstore.open(tmp_path / "s")
+    producer = Producer(store.broker, linger=30)
     future = producer.submit("orders", b"x")
-    broker.close()
+    store.close()
     with pytest.raises(StoreClosedError):
         producer.submit("orders", b"x")
     producer.close()
     assert isinstance(future.exception(0), StoreClosedError)
 
 
-def test_a_line_that_was_closed_takes_nothing_any_more() -> None:
-    """A submit that had found the producer open would never be answered."""
-    line = Submitter[int](lambda batch: None, SimulatedClock(), name="test", threaded=False, alive=lambda: None)
-    assert line.close(0) == []
+def test_a_submit_that_found_the_producer_open_is_not_lost(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread closed it meanwhile: the future would never be answered."""
+    monkeypatch.setattr(Producer, "_check_open", lambda producer: None)
+    producer = bench.producer()
+    producer.close()
     with pytest.raises(StoreClosedError):
-        line.put(0, 0)
+        producer.submit("orders", b"x")
 
 
 # -- transactions (clients#transaction) --------------------------------------------------------------------------------

@@ -15,11 +15,7 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import Message, PullConsumer, QueueRef, SimulatedClock
-from mqstore.broker.broker import Broker
-from mqstore.broker.names import QueueKey
-from mqstore.broker.tables.locks import LEASE_MS
-from mqstore.broker.tables.members import Mode
+from mqstore import Message, PullConsumer, PushConsumer, QueueRef, SimpleConsumer, SimulatedClock
 from mqstore.errors import (
     ConfigError,
     FilterError,
@@ -32,11 +28,11 @@ from mqstore.errors import (
     SubscriptionConflictError,
     TopicNotFoundError,
 )
-from mqstore.log.store import MessageStore
 from tests.client.pushsupport import Told
-from tests.client.support import ended, in_thread, parked, until
+from tests.client.support import Broker, behind, ended, in_thread, parked, until
 
 Q = [QueueRef("orders", i) for i in range(6)]
+LEASE_MS = 60_000
 SOON_S = 15
 """Less than the 20 s after which a poll that waits looks by itself."""
 
@@ -48,9 +44,9 @@ def clock() -> SimulatedClock:
 
 @pytest.fixture
 def broker(tmp_path: Path, clock: SimulatedClock) -> Iterator[Broker]:
-    with Broker(MessageStore(tmp_path / "mq", config=mqstore.StoreConfig(clock=clock))) as broker:
-        broker.topics.create("orders", queues=4)
-        yield broker
+    with mqstore.open(tmp_path / "mq", config=mqstore.StoreConfig(clock=clock)) as store:
+        store.create_topic("orders", queues=4)
+        yield store.broker
 
 
 def put(broker: Broker, *texts: str, queue_id: int = 0, topic: str = "orders", **options: Any) -> None:
@@ -413,7 +409,7 @@ def test_missing_offset_continues_at_the_first(broker: Broker) -> None:
 def test_from_an_offset_that_never_was_it_goes_on_at_the_end(broker: Broker) -> None:
     broker.groups.create("g")
     put(broker, *"abc")
-    broker.offsets.commit(QueueKey("g", "orders", 0), 99)
+    behind(broker).offsets.commit(("g", "orders", 0), 99)  # type: ignore[arg-type]
     consumer = subscribed(broker, auto_commit_interval=0)
     assert look(consumer) == []
     put(broker, "d")
@@ -719,12 +715,11 @@ def test_members_subscribe_alike_and_consume_alike(broker: Broker) -> None:
         first.subscribe("orders", tags="paid")
     assert look(first) == look(second) == []
     assert broker.members.subscriptions("g") == {"orders": ("TAG", "*")}
-    both = {"orders": ("TAG", "*"), "%RETRY%g": ("TAG", "*")}  # a push consumer reads the retries, too
+    pusher = PushConsumer(broker, "g")  # it reads the retries, too
+    pusher.subscribe("orders", lambda message: None)
     with pytest.raises(SubscriptionConflictError, match="a group each"):
-        broker.members.register("c3", "g", both, Mode("queue", strategy="avg"))
-    broker.groups.create("h")
-    broker.members.register("x", "h", {"orders": ("TAG", "*")}, Mode("pop"))
-    with pytest.raises(GroupInUseError):
+        pusher.start()
+    with SimpleConsumer(broker, "h", {"orders": "*"}), pytest.raises(GroupInUseError):
         subscribed(broker, group="h").poll(0)
 
 
@@ -912,22 +907,6 @@ def test_a_poll_that_waits_keeps_the_locks(broker: Broker, clock: SimulatedClock
 # --- waiting without a thread --------------------------------------------------------------------------------------
 
 
-def test_a_callback_is_called_once_when_there_is_something(broker: Broker) -> None:
-    consumer = subscribed(broker)
-    look(consumer)
-    calls: list[int] = []
-    consumer._when_ready(lambda: calls.append(1))
-    broker.run_once()
-    assert calls == []
-    put(broker, "a", queue_id=2)
-    put(broker, "b", queue_id=3)
-    broker.run_once()
-
-    assert calls == [1]
-    assert parked(broker) == 0
-    assert look(consumer) == ["a", "b"]
-
-
 def test_present_message_calls_back(broker: Broker) -> None:
     consumer = subscribed(broker)
     calls: list[int] = []
@@ -955,46 +934,35 @@ def test_a_callback_that_is_cancelled_is_not_called(broker: Broker) -> None:
     assert calls == []
 
 
-@pytest.mark.parametrize(
-    "news",
-    [
-        lambda broker, consumer: consumer.seek(Q[0], 0),
-        lambda broker, consumer: consumer.resume(Q[0]),
-        lambda broker, consumer: consumer.close(),
-        lambda broker, consumer: consumer.subscribe("bills"),
-        lambda broker, consumer: broker.topics.alter("orders", read_queues=5),
-        lambda broker, consumer: look(subscribed(broker, "c2")),
-        lambda broker, consumer: broker.reset("g", "orders", 0, 0),
-    ],
-    ids=["seek", "resume", "close", "subscribe", "queues", "member", "reset"],
-)
-def test_news_of_every_kind_call(broker: Broker, news: Callable[[Broker, PullConsumer], object]) -> None:
+NEWS: dict[str, Callable[[Broker, PullConsumer, SimulatedClock], object]] = {
+    "messages": lambda broker, consumer, clock: (put(broker, "a", queue_id=2), put(broker, "b", queue_id=3)),
+    "a due commit": lambda broker, consumer, clock: clock.advance(5000),
+    "seek": lambda broker, consumer, clock: consumer.seek(Q[0], 0),
+    "resume": lambda broker, consumer, clock: consumer.resume(Q[0]),
+    "close": lambda broker, consumer, clock: consumer.close(),
+    "subscribe": lambda broker, consumer, clock: consumer.subscribe("bills"),
+    "queues": lambda broker, consumer, clock: broker.topics.alter("orders", read_queues=5),
+    "member": lambda broker, consumer, clock: look(subscribed(broker, "c2")),
+    "reset": lambda broker, consumer, clock: broker.reset("g", "orders", 0, 0),
+}
+
+
+@pytest.mark.parametrize("kind", NEWS)
+def test_news_of_every_kind_call_once(broker: Broker, clock: SimulatedClock, kind: str) -> None:
     put(broker, "a")
     consumer = subscribed(broker)
+    look(consumer)
     look(consumer)
     consumer.pause(Q[1])
     calls: list[int] = []
     consumer._when_ready(lambda: calls.append(1))
     broker.run_once()
     assert calls == []
-    news(broker, consumer)
+    NEWS[kind](broker, consumer, clock)
     broker.run_once()
 
     assert calls == [1]
-
-
-def test_a_commit_that_is_due_calls(broker: Broker, clock: SimulatedClock) -> None:
-    put(broker, "a")
-    consumer = subscribed(broker)
-    look(consumer)
-    look(consumer)
-    calls: list[int] = []
-    consumer._when_ready(lambda: calls.append(1))
-    clock.advance(5000)
-    broker.run_once()
-    assert calls == [1]
-    look(consumer)
-    assert committed(broker) == 1
+    assert parked(broker) == 0
 
 
 def test_a_topic_that_is_gone_does_not_call_again_and_again(broker: Broker) -> None:
@@ -1025,9 +993,9 @@ def test_a_callback_that_fails_harms_nobody(broker: Broker, caplog: pytest.LogCa
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[Broker]:
     """A broker with its threads, by the machine's clock."""
-    with Broker(MessageStore(tmp_path / "live")) as broker:
-        broker.topics.create("orders", queues=4)
-        yield broker
+    with mqstore.open(tmp_path / "live") as store:
+        store.create_topic("orders", queues=4)
+        yield store.broker
 
 
 def polling(broker: Broker, consumer: PullConsumer) -> tuple[threading.Thread, list[Any]]:

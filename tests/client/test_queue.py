@@ -16,11 +16,7 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import Queue, RetryPolicy
-from mqstore.broker.broker import Broker
-from mqstore.broker.service import Housekeeper
-from mqstore.log.store import MessageStore
-from mqstore.signalsafe import Bell
+from mqstore import Queue, RetryPolicy, Store
 from tests.broker.support import full
 from tests.children import in_child
 from tests.client import popsupport
@@ -29,14 +25,14 @@ from tests.client.support import ended, failing, in_thread, parked, until, waits
 
 class Bench(popsupport.Bench):
     def queue(self, **options: Any) -> Queue:
-        return Queue(self.broker, "jobs", **options)
+        return self.store.queue("jobs", **options)
 
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
     bench = Bench(tmp_path / "store")
     yield bench
-    bench.broker.close()
+    bench.store.close()
 
 
 def taken(queue: Queue) -> list[Any]:
@@ -94,22 +90,22 @@ def test_task_done_is_for_what_the_thread_got_last(bench: Bench) -> None:
     assert taken(queue) == [b"b"]
 
 
-def test_a_put_wakes_one_who_waits(broker: Broker) -> None:
-    queue = Queue(broker, "jobs")
+def test_a_put_wakes_one_who_waits(store: Store) -> None:
+    queue = store.queue("jobs")
     threads = [in_thread(lambda wait=wait: queue.get(timeout=wait).value) for wait in (20, None, math.inf)]  # type: ignore[misc]
-    until(lambda: parked(broker) == 3)
+    until(lambda: parked(store.broker) == 3)
     queue.put_many([b"0", b"1"])
     queue.put(b"2")
     assert {ended(*each) for each in threads} == {b"0", b"1", b"2"}
-    assert parked(broker) == 0
+    assert parked(store.broker) == 0
 
 
-def test_ack_wakes_an_ordered_get(broker: Broker) -> None:
-    queue = Queue(broker, "jobs", ordered=True)
+def test_ack_wakes_an_ordered_get(store: Store) -> None:
+    queue = store.queue("jobs", ordered=True)
     queue.put_many([b"0", b"1"])
     task = queue.get()
     waiting = in_thread(lambda: queue.get(timeout=20).value)
-    until(lambda: parked(broker) == 1)
+    until(lambda: parked(store.broker) == 1)
     task.ack()
     assert ended(*waiting) == b"1"
 
@@ -118,7 +114,7 @@ def test_ctrl_c_in_the_wait_gives_the_turn_to_another(bench: Bench, monkeypatch:
     queue = bench.queue()
     called: list[str] = []
 
-    def interrupted(self: Bell, timeout_s: float) -> None:
+    def interrupted(bell: Any, timeout_s: float) -> None:
         queue._when_ready(lambda: called.append("another"))
         queue.put(b"a")
         bench.advance(0)  # it is called for the one who waits
@@ -126,7 +122,7 @@ def test_ctrl_c_in_the_wait_gives_the_turn_to_another(bench: Bench, monkeypatch:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Bell, "wait", interrupted)
+        patch.setattr("mqstore.signalsafe.Bell.wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             queue.get()
     bench.advance(0)
@@ -134,45 +130,8 @@ def test_ctrl_c_in_the_wait_gives_the_turn_to_another(bench: Bench, monkeypatch:
     assert parked(bench.broker) == 0
 
 
-def test_being_called_when_there_is_something(bench: Bench) -> None:
-    queue = bench.queue()
-    called: list[int] = []
-    waits = [queue._when_ready(lambda i=i: called.append(i)) for i in range(3)]
-    bench.advance(0)
-    assert called == []
-    queue.put(b"a")
-    bench.advance(0)
-    assert called == [0]  # one for each item
-    waits[0].cancel()  # and passed on by who does not come
-    bench.advance(0)
-    assert called == [0, 1]
-    assert taken(queue) == [b"a"]
-    assert not waits[2].over
-    waits[2].cancel()
-    assert waits[2].over
-    queue.put(b"b")
-    bench.advance(0)
-    assert called == [0, 1]
-    assert parked(bench.broker) == 0
-    queue._when_ready(lambda: called.append(9))  # it is there already
-    bench.advance(0)
-    assert called == [0, 1, 9]
-
-
-@pytest.mark.parametrize("immediate", [False, True])
-def test_being_called_when_the_queue_is_shut(bench: Bench, immediate: bool) -> None:
-    queue = bench.queue()
-    called: list[int] = []
-    queue._when_ready(lambda: called.append(0))
-    queue.shutdown(immediate)
-    assert called == [0]
-    assert queue._when_ready(lambda: called.append(1)).over
-    assert called == [0, 1]
-    assert parked(bench.broker) == 0
-
-
-def test_join_waits_for_the_last_ack(broker: Broker) -> None:
-    queue = Queue(broker, "jobs")
+def test_join_waits_for_the_last_ack(store: Store) -> None:
+    queue = store.queue("jobs")
     assert queue.join(timeout=0)
     queue.put(b"a")
     task = queue.get()
@@ -182,8 +141,8 @@ def test_join_waits_for_the_last_ack(broker: Broker) -> None:
     assert ended(*waiting) is True
 
 
-def test_join_waits_for_what_is_delayed(broker: Broker) -> None:
-    queue = Queue(broker, "jobs")
+def test_join_waits_for_what_is_delayed(store: Store) -> None:
+    queue = store.queue("jobs")
     queue.put(b"later", delay=0.3)
     assert queue.qsize() == 0
     assert not queue.join(timeout=0.01)
@@ -222,14 +181,14 @@ def test_join_does_not_wait_for_ever_for_a_delayed_item_that_never_comes(
 
 
 @pytest.mark.parametrize("wait", [lambda queue: queue.put(b"b"), lambda queue: queue.join()])
-def test_join_ends_with_a_closed_store(broker: Broker, wait: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    queue = Queue(broker, "jobs", maxsize=1)
+def test_join_ends_with_a_closed_store(store: Store, wait: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = store.queue("jobs", maxsize=1)
     queue.put(b"a")
-    looked, lag = threading.Event(), broker.lag
-    monkeypatch.setattr(broker, "lag", lambda group: (looked.set(), lag(group))[1])
+    looked, lag = threading.Event(), store.broker.lag
+    monkeypatch.setattr(store.broker, "lag", lambda group: (looked.set(), lag(group))[1])
     waiting = in_thread(lambda: wait(queue))
     assert looked.wait(20)
-    broker.close()
+    store.close()
     assert isinstance(ended(*waiting), mqstore.errors.StoreClosedError)
     assert isinstance(ended(*in_thread(lambda: wait(queue))), mqstore.errors.StoreClosedError)  # and who comes later
 
@@ -254,8 +213,8 @@ def test_a_full_queue_refuses(bench: Bench) -> None:
     assert taken(queue) == [b"b", b"c"]
 
 
-def test_many_putters_never_put_too_much(broker: Broker) -> None:
-    queue = Queue(broker, "jobs", maxsize=3)
+def test_many_putters_never_put_too_much(store: Store) -> None:
+    queue = store.queue("jobs", maxsize=3)
     threads = [in_thread(lambda: [queue.put(b"x") for _ in range(20)]) for _ in range(4)]
     most = done = 0
     while done < 80:
@@ -357,7 +316,7 @@ def test_acked_items_behind_a_failed_one_survive_a_restart(bench: Bench) -> None
     b.ack()
     c.reject("bad")
     a.nack()
-    bench.broker.close()
+    bench.store.close()
     bench.open()
     bench.advance(10)
     assert taken(bench.queue(ordered=True)) == [b"a"]
@@ -403,16 +362,16 @@ def test_after_kill_9_what_was_on_lease_comes_again_at_once(tmp_path: Path, monk
     path = tmp_path / "store"
 
     def work() -> None:
-        queue = Queue(Broker(MessageStore(path)), "jobs", visibility=3600)
+        queue = mqstore.open(path).queue("jobs", visibility=3600)
         queue.put_many([b"done", b"on lease", b"ready"])
         queue.get().ack()
         queue.get()
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert in_child(work) == -signal.SIGKILL
-    monkeypatch.setattr(Housekeeper, "start", lambda self: None)
-    with Broker(MessageStore(path)) as broker:
-        assert sorted(taken(Queue(broker, "jobs"))) == [b"on lease", b"ready"]
+    monkeypatch.setattr("mqstore.broker.service.Housekeeper.start", lambda self: None)
+    with mqstore.open(path) as store:
+        assert sorted(taken(store.queue("jobs"))) == [b"on lease", b"ready"]
 
 
 def test_it_is_a_topic_and_a_group_of_its_name(bench: Bench) -> None:
@@ -457,9 +416,9 @@ def test_immediate_shutdown_gives_nothing_more_and_loses_nothing(bench: Bench) -
     assert taken(bench.queue()) == [b"a"]
 
 
-def test_join_does_not_wait_for_what_an_immediate_shutdown_left_there(broker: Broker) -> None:
+def test_join_does_not_wait_for_what_an_immediate_shutdown_left_there(store: Store) -> None:
     """Nobody takes it any more: it waited for ever, where the standard library's returns."""
-    queue = Queue(broker, "jobs")
+    queue = store.queue("jobs")
     queue.put_many([b"a", b"b"])
     task = queue.get()
     joining = in_thread(queue.join)
@@ -470,19 +429,19 @@ def test_join_does_not_wait_for_what_an_immediate_shutdown_left_there(broker: Br
     assert ended(*joining) is False
     assert queue.join() is False
     task.ack()
-    with Queue(broker, "jobs") as other:
+    with store.queue("jobs") as other:
         other.get().ack()
     assert queue.join() is True
 
 
 @pytest.mark.parametrize("immediate", [False, True])
-def test_shutdown_wakes_who_waits(broker: Broker, immediate: bool) -> None:
-    queue = Queue(broker, "jobs", maxsize=1)
+def test_shutdown_wakes_who_waits(store: Store, immediate: bool) -> None:
+    queue = store.queue("jobs", maxsize=1)
     waiting = [in_thread(queue.get) for _ in range(3)]
-    until(lambda: parked(broker) == 3)
+    until(lambda: parked(store.broker) == 3)
     queue.shutdown(immediate)
     assert all(isinstance(ended(*each), mqstore.QueueShutDown) for each in waiting)
-    other = Queue(broker, "others", maxsize=1)
+    other = store.queue("others", maxsize=1)
     other.put(b"a")
     putting = in_thread(lambda: other.put(b"b"))
     other.shutdown(immediate)
@@ -513,7 +472,7 @@ def test_options_that_cannot_be_make_no_queue(bench: Bench, options: dict[str, A
 @pytest.mark.parametrize("name", ["", "a b", "%RETRY%x", "SCHEDULE_TOPIC_XXXX", "x" * 121])
 def test_names_that_cannot_be(bench: Bench, name: str) -> None:
     with pytest.raises(mqstore.MQStoreError):
-        Queue(bench.broker, name)
+        bench.store.queue(name)
     assert bench.broker.topics.names() == []
 
 
@@ -565,8 +524,8 @@ def test_bad_arguments_take_nothing(bench: Bench) -> None:
 # -- all together ----------------------------------------------------------------------------------------------------
 
 
-def test_workers_that_fail_now_and_then_do_everything(broker: Broker) -> None:
-    queue = Queue(broker, "jobs", retry=RetryPolicy(None, [0]), codec=mqstore.JSON, maxsize=64)
+def test_workers_that_fail_now_and_then_do_everything(store: Store) -> None:
+    queue = store.queue("jobs", retry=RetryPolicy(None, [0]), codec=mqstore.JSON, maxsize=64)
     done: list[int] = []
     lock = threading.Lock()
 
@@ -610,12 +569,12 @@ def test_a_queue_is_ordered_for_all_or_for_none(bench: Bench, ordered: bool) -> 
         with pytest.raises(mqstore.errors.ConfigError, match=f"give ordered={ordered}, .*alter"):
             bench.queue(ordered=not ordered)
         assert bench.queue(ordered=ordered).qsize() == 1
-        bench.broker.close()
+        bench.store.close()
         bench.open()
 
 
-def test_shut_queue_passes_the_turn(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = Queue(broker, "jobs"), Queue(broker, "jobs")
+def test_shut_queue_passes_the_turn(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = store.queue("jobs"), store.queue("jobs")
     called, go_on = threading.Event(), threading.Event()
     wait = waits_of(first).wait
 
@@ -627,9 +586,9 @@ def test_shut_queue_passes_the_turn(broker: Broker, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(waits_of(first), "wait", slow)
     shut = in_thread(first.get)
-    until(lambda: parked(broker) == 1)
+    until(lambda: parked(store.broker) == 1)
     lucky = in_thread(second.get)
-    until(lambda: parked(broker) == 2)
+    until(lambda: parked(store.broker) == 2)
     second.put(b"a")  # the first one's turn: it was there before
     assert called.wait(20)
     first.shutdown(immediate=True)
@@ -682,11 +641,3 @@ def test_shutdown_hides_a_later_close(tmp_path: Path) -> None:
         queue.get_many(3, timeout=1)
     with pytest.raises(mqstore.errors.StoreClosedError):
         other.get()
-
-
-def test_put_many_with_a_delay_says_what_takes_one(store: mqstore.Store) -> None:
-    queue = store.queue("jobs")
-    with pytest.raises(mqstore.errors.InvalidMessageError, match=r"put\(item, delay=") as caught:
-        queue.put_many([b"a"], delay=5)  # type: ignore[arg-type]
-    assert caught.value.field == "delay"
-    assert queue.empty()

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import errno
+import os
+import random
 import shutil
 import signal
-import subprocess
-import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import pytest
 
 import mqstore
 from mqstore import Retention, SimulatedClock, StoreConfig
-from mqstore.broker import broker
-from mqstore.broker.broker import Broker
-from mqstore.broker.context import open_parts
 from mqstore.errors import MissingFileError, StoreFullError
-from mqstore.log.store import MessageStore
-from mqstore.log.writing import room as rooms
+from tests.broker.support import new_parts, open_parts
+from tests.children import in_child
+from tests.client.support import open_broker
 from tests.faults import FaultyFileSystem
 from tests.log.splicesupport import Halfway, Row, bundle, stage
 from tests.log.support import open_store
@@ -69,13 +69,35 @@ def test_retention_by_size_keeps_up_with_puts(tmp_path: Path, unconsumed: Litera
         assert log.min_offset > 0
 
 
-@pytest.fixture(params=[32, 100, 200], ids=["32 MiB", "100 MiB", "200 MiB"])
-def size(request: pytest.FixtureRequest) -> int:
-    return int(request.param) * MIB
+def fill(put: Callable[[], object]) -> None:
+    """Put until the disk is full."""
+    with suppress(StoreFullError):
+        while True:
+            put()
 
 
-def test_queue_that_is_always_empty_never_fills_the_disk(tmp_path: Path, size: int) -> None:
-    with small_disk(tmp_path / "disk", size) as disk, mqstore.open(disk / "mq") as store:
+def drain(queue: mqstore.Queue) -> None:
+    while queue.qsize():
+        queue.get(timeout=15).ack()
+
+
+class Disk(NamedTuple):
+    size: int
+    config: StoreConfig
+
+
+DISKS = {
+    "less than a segment": Disk(20 * MIB, StoreConfig()),
+    "a segment and a half": Disk(12 * MIB, StoreConfig(segment_bytes=8 * MIB)),
+    "three segments": Disk(13 * MIB, StoreConfig(segment_bytes=4 * MIB)),
+}
+EVERY_DISK = pytest.mark.parametrize("kind", DISKS.values(), ids=DISKS)
+
+
+@EVERY_DISK
+def test_queue_that_is_always_empty_never_fills_the_disk(tmp_path: Path, kind: Disk) -> None:
+    size = kind.size
+    with small_disk(tmp_path / "disk", size) as disk, mqstore.open(disk / "mq", config=kind.config) as store:
         queue = store.queue("jobs")
         for _ in range(size * 5 // 2 // 100_000):
             queue.put(bytes(100_000))
@@ -84,18 +106,18 @@ def test_queue_that_is_always_empty_never_fills_the_disk(tmp_path: Path, size: i
         assert store.stats().errors == {}
 
 
+@EVERY_DISK
 @pytest.mark.parametrize("length", [100, 10_000])
-def test_full_disk_refuses_puts_and_is_consumed_to_the_last_item(tmp_path: Path, size: int, length: int) -> None:
+def test_full_disk_refuses_puts_and_is_consumed_to_the_last_item(tmp_path: Path, kind: Disk, length: int) -> None:
+    size, config = kind
     with small_disk(tmp_path / "disk", size) as disk:
         bodies = [bytes(length)] * (MIB // (length + 400))
-        with mqstore.open(disk / "mq") as store:
+        with mqstore.open(disk / "mq", config=config) as store:
             queue = store.queue("jobs")
-            with suppress(StoreFullError):
-                while True:
-                    queue.put_many(bodies)
+            fill(lambda: queue.put_many(bodies))
             with pytest.raises(StoreFullError, match=r"bytes are free.*segment_bytes"):
                 queue.put_many(bodies)
-        with mqstore.open(disk / "mq") as store:
+        with mqstore.open(disk / "mq", config=config) as store:
             queue = store.queue("jobs")
             count = queue.qsize()
             assert count > size // 4 // (length + 500)
@@ -115,9 +137,7 @@ def test_each_of_many_groups_has_room_to_consume_short_messages(tmp_path: Path) 
             for group in groups:
                 store.commit_offset(group, receipt.queue, 1)
         with mqstore.open(disk / "mq") as store:
-            with suppress(StoreFullError):
-                while True:
-                    store.put("t", b"x", queue_id=0)
+            fill(lambda: store.put("t", b"x", queue_id=0))
             count = store.broker.lag("a")["t", 0]
             for group in groups:
                 for _ in range(count):
@@ -138,16 +158,14 @@ DOORS = ["splice", "splice of a job", "inbox", "inbox at opening"]
 @pytest.mark.parametrize("door", DOORS)
 def test_bulk_append_takes_nothing_that_is_kept_back(tmp_path: Path, door: str) -> None:
     """It is refused before anything is written, what waits can be consumed to the last item, and then it fits."""
-    rows = [Row(b"x" * 100)] * 20_000
-    config = StoreConfig(segment_bytes=MIB)
-    with small_disk(tmp_path / "disk", 32 * MIB) as disk:
+    rows = [Row(b"x" * 100)] * 5_000
+    config = StoreConfig(segment_bytes=MIB // 2)
+    with small_disk(tmp_path / "disk", 8 * MIB) as disk:
         shard = stage(tmp_path / "shard", rows)
         hidden = bundle(disk / "mq", "job", 0, [rows], name=".job-0") if "inbox" in door else None
         with mqstore.open(disk / "mq", config=config) as store:
             queue = store.queue("jobs")
-            with suppress(StoreFullError):
-                while True:
-                    queue.put(bytes(100))
+            fill(lambda: queue.put(bytes(100)))
             end = store.broker.store.max_offset
             if hidden is not None and door == "inbox":
                 hidden.rename(hidden.with_name("job-0"))
@@ -158,18 +176,15 @@ def test_bulk_append_takes_nothing_that_is_kept_back(tmp_path: Path, door: str) 
                     store.broker.store.splice([shard], app="job", version=0)
             assert store.broker.store.max_offset == end
         if door == "splice of a job":
-            with MessageStore(disk / "mq") as log:
-                open_parts(log)
-                with pytest.raises(StoreFullError, match="bytes are free"):
-                    log.splice([shard], app="job", version=0)
+            with new_parts(disk / "mq").store as log, pytest.raises(StoreFullError, match="bytes are free"):
+                log.splice([shard], app="job", version=0)
         elif hidden is not None and door == "inbox at opening":
             hidden.rename(hidden.with_name("job-0"))
         with mqstore.open(disk / "mq", config=config) as store:
             log = store.broker.store
-            assert log.max_offset < end + MIB
+            assert log.max_offset < end + MIB // 2
             queue = store.queue("jobs")
-            while queue.qsize():
-                queue.get(timeout=15).ack()
+            drain(queue)
             if hidden is None:
                 log.splice([shard], app="job", version=0)
             else:
@@ -180,15 +195,13 @@ def test_bulk_append_takes_nothing_that_is_kept_back(tmp_path: Path, door: str) 
 def test_flusher_does_not_wait_for_itself_when_it_takes_the_inbox(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rooms, "_PATIENCE_S", threading.TIMEOUT_MAX)
+    monkeypatch.setattr("mqstore.log.writing.room._PATIENCE_S", threading.TIMEOUT_MAX)
     config = StoreConfig(segment_bytes=SEGMENT)
     with small_disk(tmp_path / "disk", 8 * MIB) as disk:
         hidden = bundle(disk / "mq", "job", 0, [[Row(bytes(60_000))] * 20], name=".job-0")
         with mqstore.open(disk / "mq", config=config) as store:
             queue = store.queue("jobs")
-            with suppress(StoreFullError):
-                while True:
-                    queue.put(bytes(10_000))
+            fill(lambda: queue.put(bytes(10_000)))
             hidden.rename(hidden.with_name("job-0"))
             log = store.broker.store
             log.background.call("inbox")
@@ -218,16 +231,14 @@ def test_full_disk_ends_no_segment_while_a_bulk_append_holds_the_log(tmp_path: P
 
 def test_put_that_waits_for_room_ends_with_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a later one, which the ended flusher would never serve."""
-    monkeypatch.setattr(rooms, "_PATIENCE_S", threading.TIMEOUT_MAX)
+    monkeypatch.setattr("mqstore.log.writing.room._PATIENCE_S", threading.TIMEOUT_MAX)
     config = StoreConfig(segment_bytes=SEGMENT)
     with (
         small_disk(tmp_path / "disk", 8 * MIB) as disk,
         suppress(MissingFileError),
         mqstore.open(disk / "mq", config=config) as store,
     ):
-        with suppress(StoreFullError):
-            while True:
-                store.put("t", bytes(10_000))
+        fill(lambda: store.put("t", bytes(10_000)))
         log = store.broker.store
         monkeypatch.setattr(log.background, "call", lambda name: (shutil.rmtree(disk / "mq"), log.is_lost()))
         for _ in range(2):
@@ -240,8 +251,7 @@ def test_batch_of_short_messages_leaves_room_to_consume_them(tmp_path: Path) -> 
         queue = store.queue("jobs")
         with suppress(StoreFullError):
             queue.put_many([b"x"] * 30_000)
-        while queue.qsize():
-            queue.get(timeout=15).ack()
+        drain(queue)
 
 
 def test_retention_by_size_keeps_unconsumed_items_at_opening_and_closing(
@@ -258,8 +268,7 @@ def test_retention_by_size_keeps_unconsumed_items_at_opening_and_closing(
         monkeypatch.setattr(log, "close", lambda timeout: (log.room.run_once(), close(timeout)))
         store.close()
         Path(disk, "others").write_bytes(bytes(14 * MIB + MIB // 2))
-        parts = broker.open_parts
-        monkeypatch.setattr(broker, "open_parts", lambda log: (log.room.run_once(), parts(log))[1])
+        monkeypatch.setattr("mqstore.broker.broker.open_parts", lambda log: (log.room.run_once(), open_parts(log))[1])
         with mqstore.open(disk / "mq", config=config) as store:
             assert store.queue("jobs").qsize() == 50
 
@@ -270,11 +279,8 @@ def test_callback_that_puts_does_not_keep_the_disk_full(tmp_path: Path) -> None:
     config = StoreConfig(segment_bytes=MIB)
     with small_disk(tmp_path / "disk", 16 * MIB) as disk, mqstore.open(disk / "mq", config=config) as store:
         queue = store.queue("jobs")
-        with suppress(StoreFullError):
-            while True:
-                queue.put(item)
-        while queue.qsize():
-            queue.get(timeout=15).ack()
+        fill(lambda: queue.put(item))
+        drain(queue)
         with store.broker._housekeeper.turn:
             for _ in range(20):
                 queue.put(item)
@@ -286,9 +292,7 @@ def test_full_disk_is_looked_at_only_once_something_was_stored(tmp_path: Path, m
     looks: list[Retention] = []
     config = StoreConfig(segment_bytes=MIB, clock=SimulatedClock())
     with small_disk(tmp_path / "disk", 16 * MIB) as disk, mqstore.open(disk / "mq", config=config) as store:
-        with suppress(StoreFullError):
-            while True:
-                store.put("t", bytes(100_000))
+        fill(lambda: store.put("t", bytes(100_000)))
         room = store.broker.store.room
         bound = room.bound
         assert bound is not None
@@ -303,7 +307,7 @@ def test_full_disk_is_looked_at_only_once_something_was_stored(tmp_path: Path, m
 def test_message_without_room_for_its_unit_is_not_called_absent(tmp_path: Path) -> None:
     """Other programs may take what is kept back. Then reads, pops and sizes say so, and the next put is refused."""
     fs = FaultyFileSystem()
-    with Broker(open_store(tmp_path / "s", fs=fs)) as broker:
+    with open_broker(tmp_path / "s", fs=fs) as broker:
         broker.put("t", b"first", queue_id=0)
         assert len(broker.pop("g", "t")) == 1
         fs.fail({"pwrite", "create", "truncate_sparse"}, errno.ENOSPC, times=None, path_part="consumequeue")
@@ -323,54 +327,49 @@ def test_message_without_room_for_its_unit_is_not_called_absent(tmp_path: Path) 
         assert broker.lag("g")["t", 0] == 3
 
 
-def test_kills_on_a_full_disk_lose_nothing_that_was_acknowledged(tmp_path: Path, size: int) -> None:
-    with small_disk(tmp_path / "disk", size, needs_mount=True) as disk:
-        _kill_and_check(disk)
-
-
-def _kill_and_check(disk: Path) -> None:
+@EVERY_DISK
+def test_kills_on_a_full_disk_lose_nothing_that_was_acknowledged(tmp_path: Path, kind: Disk) -> None:
     put: set[bytes] = set()
     begun: set[bytes] = set()  # the kill may have come behind the acknowledgement
     done: set[bytes] = set()
-    for seed in range(3):
-        arguments = [sys.executable, "-c", BUSY, str(disk / "mq"), str(seed)]
-        child = subprocess.run(arguments, capture_output=True, check=False)
-        assert child.returncode == -signal.SIGKILL, child.stderr
-        for line in child.stdout.splitlines(keepends=True):
-            if line.endswith(b"\n"):
-                {b"+": put, b"?": begun, b"-": done}[line[:1]].add(line[1:-1])
-    left: list[bytes] = []
-    with mqstore.open(disk / "mq") as store:
-        queue = store.queue("jobs")
-        while queue.qsize():
-            task = queue.get(timeout=15)
-            left.append(bytes(task.value).rstrip(b"."))
-            task.ack()
+    with small_disk(tmp_path / "disk", kind.size, needs_mount=True) as disk:
+        for seed in range(2):
+            said = tmp_path / str(seed)
+            assert in_child(partial(use_until_killed, disk / "mq", kind.config, seed, said)) == -signal.SIGKILL
+            for line in said.read_bytes().splitlines(keepends=True):
+                if line.endswith(b"\n"):
+                    {b"+": put, b"?": begun, b"-": done}[line[:1]].add(line[1:-1])
+        left: list[bytes] = []
+        with mqstore.open(disk / "mq", config=kind.config) as store:
+            queue = store.queue("jobs")
+            while queue.qsize():
+                task = queue.get(timeout=15)
+                left.append(name_of(task))
+                task.ack()
     assert put - begun <= set(left)
     assert not done & set(left)
 
 
-BUSY = """
-import os, random, signal, sys, threading, mqstore
-rng = random.Random(sys.argv[2])
-threading.Timer(0.5 + rng.random(), os.kill, (os.getpid(), signal.SIGKILL)).start()
-queue = mqstore.open(sys.argv[1]).queue("jobs")
-number = 0
-while True:
-    try:
-        while rng.random() < 0.999:
-            name = f"{sys.argv[2]}-{number}".encode()
-            queue.put(name.ljust(rng.choice([100, 50_000]), b"."))
-            print(f"+{name.decode()}", flush=True)
-            number += 1
-    except mqstore.errors.StoreFullError:
-        pass
-    for _ in range(rng.randrange(300)):
-        try:
-            task = queue.get(block=False)
-        except mqstore.QueueEmpty:
-            break
-        print("?" + bytes(task.value).rstrip(b".").decode(), flush=True)
-        task.ack()
-        print("-" + bytes(task.value).rstrip(b".").decode(), flush=True)
-"""
+def name_of(task: mqstore.Task) -> bytes:
+    return bytes(task.value).rstrip(b".")
+
+
+def use_until_killed(path: Path, config: StoreConfig, seed: int, said: Path) -> None:
+    """Put until the disk is full, take some, and again. Say what was done, and what is settled next."""
+    rng, number = random.Random(seed), 0
+    threading.Timer(0.3 + rng.random() / 2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    queue = mqstore.open(path, config=config).queue("jobs")
+    with said.open("wb", buffering=0) as out:
+        while True:
+            with suppress(StoreFullError):
+                while rng.random() < 0.999:
+                    name = b"%d-%d" % (seed, number)
+                    queue.put(name.ljust(rng.choice([100, 50_000]), b"."))
+                    out.write(b"+%s\n" % name)
+                    number += 1
+            with suppress(mqstore.QueueEmpty):
+                for _ in range(rng.randrange(300)):
+                    task = queue.get(block=False)
+                    out.write(b"?%s\n" % name_of(task))
+                    task.ack()
+                    out.write(b"-%s\n" % name_of(task))

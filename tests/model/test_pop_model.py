@@ -12,19 +12,18 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mqstore.broker.names import dlq_topic, pop_retry_topic
-from mqstore.broker.pop.request import Delivery
 from mqstore.errors import ReceiptExpiredError
 from tests.broker.popsupport import PopBench
 
 MAX_ATTEMPTS = 3
 DELAYS_MS = (1_000, 5_000, 10_000)
-RETRY, DLQ = pop_retry_topic("g", "t"), dlq_topic("g")
+RETRY, DLQ = "%RETRY%g+t", "%DLQ%g"
 INVISIBLE_MS = st.sampled_from([100, 1_000, 7_000, 60_000])
 SOME = settings(stateful_step_count=40, suppress_health_check=list(HealthCheck), derandomize=True)
 
@@ -324,7 +323,7 @@ class FifoMachine(Machine):
         self.attempt_id, self.local = attempt_id, local
         assert {part.visible_ms for part in self.batch.values() if part.receipt} == {now_ms + invisible_ms}
 
-    def take(self, found: list[Delivery], offsets: list[int], known: dict[int, Part], *, same: bool) -> None:
+    def take(self, found: list[Any], offsets: list[int], known: dict[int, Part], *, same: bool) -> None:
         """`known`: what is kept of the last batch, handed out or not."""
         old, self.batch = self.batch, {}
         for offset, part in known.items():

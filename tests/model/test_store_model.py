@@ -16,10 +16,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mqstore import OutgoingMessage, SimulatedClock, StoreConfig
+from mqstore import OutgoingMessage, SimulatedClock
 from mqstore.errors import OffsetOutOfRangeError
-from mqstore.log.store import MessageStore
-from tests.log.support import Unsynced
+from tests.log.support import Unsynced, open_store
 
 TOPICS = ("alpha", "beta", "%RETRY%" + "g" * 130)  # the last has records of version 2
 TAGS = (None, "Aa", "BB", "other")
@@ -52,7 +51,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.generation = 0
         self.queues: dict[tuple[str, int], ModelQueue] = {}
         self.clock = SimulatedClock()
-        self.store: MessageStore | None = None
+        self.store: Any = None
 
     @initialize(profile=st.sampled_from(["mqstore", "rocketmq"]), durability=st.sampled_from(["append", "flush"]))
     def create(self, profile: Any, durability: Any) -> None:
@@ -60,13 +59,12 @@ class StoreMachine(RuleBasedStateMachine):
         sizes = {"segment_bytes": SEGMENT, "consumequeue_units": 5, "index_slots": 7, "index_entries": 12}
         self.store = self.open(profile=profile, **sizes)
 
-    def open(self, profile: Any = None, **sizes: int) -> MessageStore:
-        config = StoreConfig(clock=self.clock, **sizes)  # type: ignore[arg-type]  # all are of one type
+    def open(self, profile: Any = None, **sizes: int) -> Any:
         path = self.folder / str(self.generation)
-        return MessageStore(path, profile=profile, durability=self.durability, config=config, fs=Unsynced())
+        return open_store(path, profile=profile, durability=self.durability, fs=Unsynced(), clock=self.clock, **sizes)
 
     @property
-    def opened(self) -> MessageStore:
+    def opened(self) -> Any:
         assert self.store is not None
         return self.store
 

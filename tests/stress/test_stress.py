@@ -38,7 +38,6 @@ import pytest
 import mqstore
 import mqstore.aio
 from mqstore import Message
-from mqstore.client.push import concurrent
 from tests.holding import new_threads, open_files
 from tests.waiting import until
 
@@ -88,6 +87,8 @@ REWOUND = ("rewound", "poprewound", "seeking")
 there, what does not come is."""
 NEVER_FAIL = ("pull", "everybody-a", "everybody-b", *REWOUND)
 """Where there are no retries, nothing fails."""
+HANGS = {"push": 0.0005, "poppush": 0.0004, "late": 0.0002}
+"""How likely a handler of a group hangs."""
 PREFETCH, SPAN = 64, 100
 BURST = 2_000
 """Messages put at once when members no longer come and go."""
@@ -313,6 +314,19 @@ class Polling:
         return not self._thread.is_alive()
 
 
+def pushing(
+    store: mqstore.Store, group: str, handler: Callable[..., Any], **options: Any
+) -> Callable[[int], mqstore.PushConsumer]:
+    """Return a maker of push consumers of the first topic of a group."""
+
+    def make(number: int) -> mqstore.PushConsumer:
+        consumer = store.push_consumer(group, **options)
+        consumer.subscribe(WANTED.get(group, ["work"])[0], handler)
+        return consumer.start()
+
+    return make
+
+
 class OnLoop:
     """A store on an event loop of its own thread, whose `sync` all others use; and members there, steered from here."""
 
@@ -380,7 +394,9 @@ def nothing_left_behind() -> Iterator[None]:
 @pytest.mark.timeout(SECONDS + 600)
 def test_everything_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level(logging.CRITICAL, "mqstore")  # handlers fail here by the thousand
-    monkeypatch.setattr(concurrent, "_HAND_OVER_S", SLOW_S)
+    monkeypatch.setattr("mqstore.client.push.concurrent._HAND_OVER_S", SLOW_S)
+    # A reset leaves what was fetched to the end of its lease. If it is the last one, all else waits for that.
+    monkeypatch.setattr("mqstore.client.push.pop.VISIBILITY_MS", 20_000)
     with nothing_left_behind():
         _run(tmp_path)
 
@@ -403,66 +419,23 @@ def _run_on(home: OnLoop, ledger: Ledger) -> None:
     store.create_topic("steps", queues=4)
     stop_producing, calm, stop_consuming = threading.Event(), threading.Event(), threading.Event()
 
-    def push(number: int) -> mqstore.PushConsumer:
-        consumer = store.push_consumer(
-            "push", workers=3, retry=RETRY, consume_timeout=SLOW_S, prefetch=PREFETCH, max_span=SPAN
-        )
-        consumer.subscribe("work", push_luck)
-        return consumer.start()
+    def handle_batch(messages: Sequence[Message]) -> None:
+        failed = []
+        for message in messages:
+            try:
+                luck["batch"](message)
+            except (ValueError, mqstore.Retry):
+                failed.append(message)
+        if failed:
+            raise mqstore.BatchFailure(failed)  # the others are done
 
-    def batch(number: int) -> mqstore.PushConsumer:
-        consumer = store.push_consumer("batch", workers=2, retry=RETRY, batch_size=8)
-
-        def handle(messages: Sequence[Message]) -> None:
-            failed = []
-            for message in messages:
-                try:
-                    batch_luck(message)
-                except (ValueError, mqstore.Retry):
-                    failed.append(message)
-            if failed:
-                raise mqstore.BatchFailure(failed)  # the others are done
-
-        consumer.subscribe("work", handle)
-        return consumer.start()
-
-    def orderly(number: int) -> mqstore.PushConsumer:
-        consumer = store.push_consumer("orderly", workers=3, ordered=True, retry=RETRY, suspend=0.01)
-        consumer.subscribe("steps", lambda message: orderly_luck(message, ordered=True))
-        return consumer.start()
-
-    def pop_push(number: int) -> mqstore.PushConsumer:
-        consumer = store.push_consumer("poppush", mode="pop", workers=3, retry=RETRY, consume_timeout=SLOW_S)
-        consumer.subscribe("work", pop_push_luck)
-        return consumer.start()
-
-    def pop_steps(number: int) -> mqstore.PushConsumer:
-        consumer = store.push_consumer("popsteps", mode="pop", ordered=True, workers=3, retry=RETRY)
-        consumer.subscribe("steps", lambda message: pop_steps_luck(message, ordered=True))
-        return consumer.start()
-
-    def simple(number: int) -> Polling:
+    def receiving(number: int, group: str, count: int, visibility: float, *expected: type[Exception]) -> Polling:
         def loop(end: threading.Event) -> None:
-            with store.simple_consumer("simple", {"work": "*"}, visibility=30, retry=RETRY) as consumer:
+            with store.simple_consumer(group, {"work": "*"}, visibility=visibility, retry=RETRY) as consumer:
                 while not end.is_set():
-                    for delivery in consumer.receive(8, wait=0.2):
-                        try:
-                            with delivery as message:
-                                simple_luck(message)
-                        except ValueError:
-                            pass
-
-        return Polling(loop)
-
-    def late(number: int) -> Polling:
-        """Whose leases run out while a handler hangs."""
-
-        def loop(end: threading.Event) -> None:
-            with store.simple_consumer("late", {"work": "*"}, visibility=SLOW_S, retry=RETRY) as consumer:
-                while not end.is_set():
-                    for delivery in consumer.receive(1, wait=0.2):  # of more the last would be late for the first
-                        with suppress(ValueError, mqstore.errors.ReceiptExpiredError), delivery as message:
-                            late_luck(message)
+                    for delivery in consumer.receive(count, wait=0.2):
+                        with suppress(ValueError, *expected), delivery as message:
+                            luck[group](message)
 
         return Polling(loop)
 
@@ -487,11 +460,6 @@ def _run_on(home: OnLoop, ledger: Ledger) -> None:
 
         return Polling(loop)
 
-    def rewound(number: int, group: str = "rewound", **options: Any) -> mqstore.PushConsumer:
-        consumer = store.push_consumer(group, workers=2, **options)
-        consumer.subscribe("work", partial(took, group))
-        return consumer.start()
-
     def operate() -> None:
         """Send groups that are at work back to what they had."""
         rng = random.Random(SEED * 40)
@@ -502,28 +470,35 @@ def _run_on(home: OnLoop, ledger: Ledger) -> None:
                 with suppress(mqstore.errors.OffsetOutOfRangeError):
                     store.broker.reset(group, "work", queue_id, max(0, at - rng.randrange(60)))
 
-    def aio(number: int) -> Any:
-        return home.member("aio", "work", aio_luck.awaited, workers=20, retry=RETRY)
-
-    def aio_steps(number: int) -> Any:
-        handler = partial(aio_steps_luck.awaited, ordered=True)
-        return home.member("aiosteps", "steps", handler, mode="pop", ordered=True, workers=20, retry=RETRY)
+    luck = {
+        group: Trouble(ledger, group, SEED + i, hangs=HANGS.get(group, 0.0))
+        for i, group in enumerate(
+            ("push", "orderly", "poppush", "simple", "popsteps", "batch", "aio", "aiosteps", "late"), 1
+        )
+    }
+    push = partial(pushing, store)
+    aio_steps = partial(luck["aiosteps"].awaited, ordered=True)
+    pop: dict[str, Any] = {"mode": "pop", "retry": RETRY}
+    makers: list[Callable[[int], Any]] = [
+        push("push", luck["push"], workers=3, retry=RETRY, consume_timeout=SLOW_S, prefetch=PREFETCH, max_span=SPAN),
+        push("orderly", partial(luck["orderly"], ordered=True), workers=3, ordered=True, retry=RETRY, suspend=0.01),
+        push("poppush", luck["poppush"], workers=3, consume_timeout=SLOW_S, **pop),
+        push("popsteps", partial(luck["popsteps"], ordered=True), ordered=True, workers=3, **pop),
+        lambda number: receiving(number, "simple", 8, 30),
+        # Its leases run out while a handler hangs. Of more at a time the last would be late for the first.
+        lambda number: receiving(number, "late", 1, SLOW_S, mqstore.errors.ReceiptExpiredError),
+        pull,
+        push("batch", handle_batch, workers=2, retry=RETRY, batch_size=8),
+        lambda number: home.member("aio", "work", luck["aio"].awaited, workers=20, retry=RETRY),
+        lambda number: home.member("aiosteps", "steps", aio_steps, ordered=True, workers=20, **pop),
+        push("rewound", partial(took, "rewound"), workers=2),
+        push("poprewound", partial(took, "poprewound"), workers=2, mode="pop"),
+        partial(pull, group="seeking", seeks=True),
+    ]
 
     def everybody(name: str) -> mqstore.PushConsumer:
-        consumer = store.push_consumer("everybody", model="broadcasting", client_id=name, workers=2)
-
-        consumer.subscribe("work", partial(took, f"everybody-{name}"))
-        return consumer.start()
-
-    push_luck = Trouble(ledger, "push", SEED + 1, hangs=0.0005)
-    orderly_luck = Trouble(ledger, "orderly", SEED + 2)
-    pop_push_luck = Trouble(ledger, "poppush", SEED + 3, hangs=0.0004)
-    simple_luck = Trouble(ledger, "simple", SEED + 4)
-    pop_steps_luck = Trouble(ledger, "popsteps", SEED + 5)
-    batch_luck = Trouble(ledger, "batch", SEED + 6)
-    aio_luck = Trouble(ledger, "aio", SEED + 7)
-    aio_steps_luck = Trouble(ledger, "aiosteps", SEED + 8)
-    late_luck = Trouble(ledger, "late", SEED + 9, hangs=0.0002)
+        handler = partial(took, f"everybody-{name}")
+        return push("everybody", handler, model="broadcasting", client_id=name, workers=2)(0)
 
     failures: list[BaseException] = []
 
@@ -536,12 +511,6 @@ def _run_on(home: OnLoop, ledger: Ledger) -> None:
 
         return run
 
-    makers: list[Callable[[int], Any]] = [push, orderly, pop_push, pop_steps, simple, late, pull, batch, aio, aio_steps]
-    makers += [
-        rewound,
-        partial(rewound, group="poprewound", mode="pop"),
-        partial(pull, group="seeking", seeks=True),
-    ]
     lives = [members_of(make, calm, stop_consuming, SEED * 10 + i) for i, make in enumerate(makers)]
     lives += [
         comes_and_goes(partial(everybody, name), calm, stop_consuming, SEED * 20 + i) for i, name in enumerate("ab")
@@ -608,12 +577,7 @@ def test_with_the_shipped_pauses_only_what_was_slow_comes_twice(
         store.create_topic("work", queues=6)
         calm, stop = threading.Event(), threading.Event()
         luck = Trouble(ledger, "handed", SEED + 10, hangs=0.01, hang_s=2 * MOMENT_S)
-
-        def member(number: int) -> mqstore.PushConsumer:
-            consumer = store.push_consumer("handed", workers=3, retry=RETRY, prefetch=PREFETCH, max_span=SPAN)
-            consumer.subscribe("work", luck)
-            return consumer.start()
-
+        member = pushing(store, "handed", luck, workers=3, retry=RETRY, prefetch=PREFETCH, max_span=SPAN)
         members = threading.Thread(target=members_of(member, calm, stop, SEED * 50))
         stop_producing = threading.Event()
         producer = threading.Thread(target=produce, args=(store, ledger, 0, stop_producing, RATE_S, ["handed"]))

@@ -20,7 +20,7 @@ from functools import partial, wraps
 from itertools import islice
 from typing import Any, Concatenate, Generic, Never, ParamSpec, Self, TypeVar, cast
 
-from mqstore.aio.puts import Puts, owned
+from mqstore.aio.loop_thread import LoopThread, owned
 from mqstore.options import Duration, seconds
 
 __all__ = [
@@ -40,7 +40,7 @@ class AsyncBase(Generic[S]):
 
     __slots__ = ("_bridge", "sync")
 
-    def __init__(self, bridge: Puts, sync: S) -> None:
+    def __init__(self, bridge: LoopThread, sync: S) -> None:
         self._bridge = bridge
         self.sync: S = sync
         """The object of the synchronous library."""
@@ -81,7 +81,7 @@ class Made(Generic[T]):
 class Pages(AsyncIterator[T]):
     """Synchronous iterator that the store's thread reads page by page. A cancelled step skips nothing."""
 
-    def __init__(self, bridge: Puts, begin: Callable[[], Iterator[T]]) -> None:
+    def __init__(self, bridge: LoopThread, begin: Callable[[], Iterator[T]]) -> None:
         self._bridge = bridge
         self._begin = begin
         self._items: Iterator[T] | None = None

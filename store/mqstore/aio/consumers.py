@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from mqstore.aio.base import Closable, Value, called, limit, to_its_end
 from mqstore.aio.lease import Delivery
-from mqstore.aio.puts import Puts
+from mqstore.aio.loop_thread import LoopThread
 from mqstore.client import simpleconsumer
 from mqstore.client.delivery import release
 from mqstore.client.pull import consumer as pullconsumer
@@ -50,7 +50,10 @@ class _Consumer(Closable[S]):
                     raise
                 return []
 
-        return await self._bridge.look(look, self.sync._when_ready, timeout_s=wait_s, undo=undo) or []
+        return await self._bridge.look(look, self._park, timeout_s=wait_s, undo=undo) or []
+
+    def _park(self, again: Callable[[], object]) -> Callable[[], object]:
+        return self.sync._when_ready(again).cancel
 
 
 class SimpleConsumer(_Consumer[simpleconsumer.SimpleConsumer]):
@@ -79,7 +82,7 @@ class SimpleConsumer(_Consumer[simpleconsumer.SimpleConsumer]):
     pending = called(simpleconsumer.SimpleConsumer.pending)
     close = called(simpleconsumer.SimpleConsumer.close, to_its_end)
 
-    def __init__(self, bridge: Puts, *args: Any, **options: Any) -> None:
+    def __init__(self, bridge: LoopThread, *args: Any, **options: Any) -> None:
         """Make the consumer, on the store's thread. Arguments are those of `mqstore.Store.simple_consumer`."""
         super().__init__(bridge, bridge.store.simple_consumer(*args, **options))
 
@@ -134,7 +137,7 @@ class PullConsumer(_Consumer[pullconsumer.PullConsumer]):
     paused = called(pullconsumer.PullConsumer.paused)
     close = called(pullconsumer.PullConsumer.close, to_its_end)
 
-    def __init__(self, bridge: Puts, *args: Any, **options: Any) -> None:
+    def __init__(self, bridge: LoopThread, *args: Any, **options: Any) -> None:
         """Make the consumer, on the store's thread. Arguments are those of `mqstore.Store.pull_consumer`."""
         super().__init__(bridge, bridge.store.pull_consumer(*args, **options))
         self.sync.caller = bridge.caller

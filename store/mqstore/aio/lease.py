@@ -1,4 +1,4 @@
-"""Tasks and deliveries with coroutines.
+"""Tasks, deliveries and dead letters with coroutines.
 
     ack, clean end of a block    on the loop, if no lock and no disk has to be waited for; else on the store's thread
     nack, extend, reject,        on the store's thread
@@ -14,12 +14,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
-from mqstore import queue
-from mqstore.aio.base import AsyncBase, Value, called, to_its_end
+from mqstore import contract, queue
+from mqstore.aio.base import AsyncBase, Value, called, paged, to_its_end
 from mqstore.client import delivery
 from mqstore.log.message import Message
 
-__all__ = ["Delivery", "Lease", "Task"]
+__all__ = ["DeadLetters", "Delivery", "Lease", "Task"]
 
 L = TypeVar("L", queue.Task, delivery.Delivery)
 
@@ -105,3 +105,33 @@ class Delivery(Lease[delivery.Delivery]):
 
     async def __aenter__(self) -> Message:
         return self.sync.message
+
+
+class DeadLetters(AsyncBase[contract.DeadLetters]):
+    """Dead letters of a group: list, replay and purge them, as with the synchronous class.
+
+    >>> import asyncio, mqstore, mqstore.aio, tempfile
+    >>> async def main(folder):
+    ...     async with mqstore.aio.open(folder) as store, store.queue("jobs") as jobs:
+    ...         await jobs.put(b"poison")
+    ...         await (await jobs.get()).reject("no such page")
+    ...         async for letter in jobs.dead_letters:
+    ...             print(letter.body, letter.properties["dlq_reason"])
+    ...         print((await jobs.dead_letters.replay()).count, await jobs.dead_letters.count())
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     asyncio.run(main(folder))
+    b'poison' no such page
+    1 0
+    """
+
+    group = Value[str]()
+    topic = Value[str]()
+    select = paged(contract.DeadLetters.select)
+    replay = called(contract.DeadLetters.replay)
+    purge = called(contract.DeadLetters.purge)
+    count = called(contract.DeadLetters.__len__)
+    __aiter__ = paged(contract.DeadLetters.__iter__)
+
+    async def bounds(self) -> tuple[int, int]:
+        """Return the offsets of the first letter and of the next one to come."""
+        return await self._bridge.call(lambda: self.sync.bounds)

@@ -1,27 +1,29 @@
-"""Bridge between a loop and the engine: one thread that calls, one wake-up for all answers.
+"""Bridge between a loop and the engine: one thread that calls.
 
-    coroutine --- call, look ---> the line ---> the thread: one after the other ---> answers --+
-        ^                           ^                                                          |
-        |                           +--- the awaited event of a look calls it back             |
-        +------------------------------ one turn of the loop for all answers <-----------------+
+    coroutine --- call, look ---> the line ---> the thread: one after the other
+        ^                                                    |
+        +-------------------- the loop <--- answer ----------+
 
-    a look:   look ---> found, the answer
-               ^  |---> nothing, park at a callback door, hold no thread
-               +--------called
+    look -- found ------------------> the answer
+     ^  +-- nothing: park, hold no thread --+
+     +-------- called back, or `every_s` ---+
 
-A coroutine may be cancelled at each of these stations, and nothing may be lost (clients#runtime):
+A coroutine may be cancelled anywhere, and nothing may be lost (clients#runtime):
 
     in the line          it never starts
     running              its result is undone (`undo`: messages are released unseen)
     answered, not heard  the same
     parked               it stops waiting; a turn that it got is passed on to another receiver
 
-Several threads bring news: this one, the store's housekeeper, a producer's writer, and workers of a push consumer. Only
-the first of them wakes the loop, and this one when its line is empty or the next call may take long. A wake-up for each
-answer would make the two threads take turns, at ten times the cost of a look.
+A call that blocks the thread holds up those after it, so only syncs of the disk and closing may. A put into the page
+cache takes some microseconds, less than handing it over. So it is made on the loop, except:
 
-The bridge knows neither messages nor queues. A call that blocks its thread does not belong into the line, since the
-calls after it would wait too. Exceptions are requested syncs of the disk, and closing.
+    durability "flush"           appended on the loop, and a shared sync awaited (`put_async`)
+    a large body                 copied and checked on the thread: a megabyte takes a millisecond
+    an unknown topic             creating it writes a file
+    a full segment               creating the next one may wait for the disk
+    a log in a bulk append       the put waits until that has ended
+    an earlier put not stored    messages are stored in the order of the calls
 """
 
 from __future__ import annotations
@@ -32,50 +34,46 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Final, Generic, TypeVar
+from weakref import WeakSet
 
 from mqstore.errors import StoreClosedError
+from mqstore.log.commitlog import SendReceipt
+from mqstore.log.writing.outgoing import Body
 from mqstore.signalsafe import Bell
+from mqstore.store import Store
 from mqstore.threads import start_thread
 
-__all__ = ["LoopThread", "Parked", "uncancelled"]
+__all__ = ["LoopThread", "owned", "size_of", "uncancelled"]
 
 _log = logging.getLogger("mqstore")
 
-_BATCH = 32
-"""Number of answers that may wait for each other: about a millisecond."""
-_ROW = 256
+_ROW: Final = 256
 """Number of calls on the loop before others have a turn: about a millisecond."""
+_LARGE: Final = 16 << 10
+_LARGEST_RECORD: Final = 64 << 10
+"""Maximum size in bytes of a record without a large body. Its properties have less than 32 KiB."""
+
+_PARKED: Final[Any] = object()
+"""Result of a look that found nothing, and will be called again."""
 
 T = TypeVar("T")
 
 
-class Parked(Protocol):
-    """Object that a callback door returns."""
-
-    def cancel(self) -> None:
-        """Stop waiting. After the callback, pass the turn on. Repeating it is harmless."""
-
-
 @dataclass(eq=False, slots=True)
 class _Call(Generic[T]):
-    """Call of the engine, and the future of its caller. With `park` it is a look, repeated until it finds something.
-    Made on the loop, and in the line from then on."""
+    """Call of the engine, and the future of its caller. Made on the loop."""
 
     bridge: LoopThread
-    work: Callable[[], T | None]
-    undo: Callable[[T], object] | None = None
-    park: Callable[[Callable[[], object]], Parked] | None = None
-    late: bool = False
-    """True if the time is over. A look that has not looked yet does so once."""
-    parked: Parked | None = None
+    work: Callable[[], T]
+    undo: Callable[[Any], object] | None = None
     result: T | None = None
-    """Result of the call. Only the thread uses it."""
-    future: asyncio.Future[T | None] = field(init=False)
+    """Result of the call. Only the thread uses it, and the next."""
+    is_answered: bool = False
+    future: asyncio.Future[T] = field(init=False)
     """Done when the call was answered, or its caller no longer waits."""
     caller: object = None
 
@@ -84,67 +82,38 @@ class _Call(Generic[T]):
         self.future = self.bridge.loop.create_future()
         task = asyncio.current_task()
         self.caller = None if task is None else weakref.ref(task)
-        self.bridge.submit(self)
 
     def __call__(self) -> None:
         """Make the call, on the thread."""
-        if self.future.done():  # forgotten
+        if self.is_answered or self.future.done():  # the latter: cancelled
             return
-        if self.park is None:
-            self.bridge.wake()  # it may take long, so earlier answers do not wait for it
         self.bridge.calling = self.caller
+        error: BaseException | None = None
         try:
             result = self.work()
-            if result is None and self.park is not None and not self.late:
-                self.parked = parked = self.park(partial(self.bridge.submit, self))
-                if not (self.late or self.future.done()):  # type: ignore[redundant-expr]  # the loop sets it
-                    return
-                parked.cancel()  # forgotten meanwhile, perhaps with the previous `parked`
-        except BaseException as error:
-            if self.parked is not None:
-                self.parked.cancel()  # its turn, if any, goes to another receiver
-            self._answer(None, error)
-        else:
-            self._answer(result, None)
+            if result is _PARKED:
+                return
+            self.result = result
+        except BaseException as raised:  # a future does not take StopIteration
+            error = RuntimeError(repr(raised)) if isinstance(raised, StopIteration) else raised
+        self.is_answered = True  # a look may be called once more before the loop hears of it
+        if not self.bridge.post(partial(settle, self.future, self.result, error)):
+            self.take_back()  # the loop has ended
 
-    def _answer(self, result: T | None, error: BaseException | None) -> None:
-        self.result = result
-        if isinstance(error, StopIteration):  # which a future does not take
-            error = RuntimeError(repr(error))
-        if not self.bridge.post(partial(settle, self.future, result, error), wakes=False):
-            self._take_back()  # the loop has ended
-
-    async def wait(self) -> T | None:
-        """Return the result or raise the error, on the loop."""
+    async def wait(self) -> T:
+        """Make the call, and return its result, on the loop. If cancelled, undo the result before any later call."""
+        self.bridge.submit(self)
         try:
             return await self.future
-        except asyncio.CancelledError:
-            self.forget()
+        except (asyncio.CancelledError, StoreClosedError):
+            self.bridge.taking_back.add(self)
+            self.bridge.submit(self.take_back)
             if not self.future.cancelled():
                 self.future.exception()  # it was answered, and cancelled before the caller saw it
             raise
 
-    def forget(self) -> None:
-        """Forget the call, on the loop. Its result is undone before any later call is made."""
-        self.bridge.taking_back.add(self)
-        self.bridge.submit(self._take_back)
-        if self.parked is not None:
-            self.parked.cancel()
-
-    def end(self, error: BaseException | None) -> None:
-        """End the wait of a look without a result, on the loop."""
-        if not self.future.done():
-            settle(self.future, None, error)
-            self.forget()
-
-    def time_out(self) -> None:
-        """End the wait of a look, on the loop. If it has not looked yet, it looks once and does not wait."""
-        self.late = True
-        if self.parked is not None:
-            self.end(None)
-
-    def _take_back(self) -> None:
-        """Undo the result of a forgotten call, on the thread."""
+    def take_back(self) -> None:
+        """Undo the result of a call whose caller no longer waits, on the thread."""
         result, self.result = self.result, None
         try:
             if self.undo is not None and result is not None:
@@ -159,6 +128,9 @@ class LoopThread:
     """Thread of one aio store, and the way back to its loop. Made on that loop.
     Other threads may only call the methods that say so."""
 
+    store: Store
+    """The synchronous store, once it is open."""
+
     def __init__(self, name: str) -> None:
         self.name = name
         self.loop = asyncio.get_running_loop()
@@ -170,12 +142,12 @@ class LoopThread:
         """Forgotten calls whose results the thread has not undone yet."""
         self._line: deque[Callable[[], object]] = deque()
         self._bell = Bell()
-        self._looks: set[_Call[Any]] = set()
-        self._news: deque[Callable[[], object]] = deque()
-        """Calls that threads send to the loop."""
-        self._woken = False
-        """True if the loop is on its way to the news."""
+        self._looks: set[asyncio.Future[Any]] = set()
         self._in_a_row = 0
+        self._on_thread = 0
+        """Number of puts that were given to the thread."""
+        self.consumers: WeakSet[Any] = WeakSet()
+        """Push consumers of the store, which it stops."""
         self._thread = start_thread(self, self._bell, f"aio {name}")
         weakref.finalize(self, self._bell.ring)  # the thread of an unclosed store ends, too
 
@@ -202,56 +174,121 @@ class LoopThread:
     async def call(self, work: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
         """Return the result of `work()` on the thread.
         If cancelled, it never starts, or runs to its end. Then `undo(result)` is called there."""
-        return cast(T, await _Call(self, work, undo).wait())
+        return await _Call(self, work, undo).wait()
 
     async def finish(self, work: Callable[[], T]) -> T:
         """Return the result of `work()`, as `call` does. A cancellation is raised after the end of `work`."""
-        return cast(T, await uncancelled(_Call(self, work).future))
+        call = _Call(self, work)
+        self.submit(call)
+        return await uncancelled(call.future)
 
     async def look(
         self,
         work: Callable[[], T | None],
-        park: Callable[[Callable[[], object]], Parked],
+        park: Callable[[Callable[[], object]], Callable[[], object]],
         *,
         timeout_s: float | None,
+        every_s: float = math.inf,
         undo: Callable[[T], object] | None = None,
     ) -> T | None:
-        """Return the result of `work()`, and repeat it after each callback until it is not None.
-        `park` is given the callback. Return None after `timeout_s` seconds (None: never), but not before one look.
-        `work` must be quick."""
-        look = _Call(self, work, undo, park, timeout_s == 0)
-        self._looks.add(look)
-        timer = self.loop.call_later(timeout_s, look.time_out) if timeout_s else None
+        """Return the result of `work()`, which must be quick, and repeat it until it is not None.
+        `park(again)` has `again` called when there may be something, and returns a function to cancel that. It is also
+        repeated every `every_s` seconds. Returns None after `timeout_s` seconds (None: never), but not before one look.
+        """
+        end_s = math.inf if timeout_s is None else self.loop.time() + timeout_s
+        parked: list[Callable[[], object]] = []
+        looks = 0
+        timer: asyncio.TimerHandle | None = None
+
+        def once() -> Any:
+            """Look, and park if nothing is found, on the thread."""
+            nonlocal looks
+            looks += 1
+            found = work()
+            parked.clear()  # the look has used its turn
+            if found is None and self.loop.time() < end_s:
+                parked.append(park(partial(self.submit, partial(called, looks))))
+                if call.future.done():  # since the check before this call
+                    leave()
+                return _PARKED
+            return found
+
+        def leave() -> None:
+            for cancel in list(parked):
+                cancel()
+
+        def called(after: int) -> None:
+            if after == looks:  # else `look_uncalled` came first, and passed the turn on
+                call()
+
+        def look_uncalled() -> None:
+            leave()
+            call()
+
+        def tick() -> None:
+            self.submit(look_uncalled)
+            arm()
+
+        def arm() -> None:
+            nonlocal timer
+            wait_s = min(every_s, end_s - self.loop.time())
+            if 0 < wait_s < math.inf:
+                timer = self.loop.call_later(wait_s, tick)
+
+        call: _Call[T | None] = _Call(self, once, undo)
+        self._looks.add(call.future)
+        arm()
         try:
-            return await look.wait()
+            return await call.wait()
         finally:
-            self._looks.discard(look)
+            self._looks.discard(call.future)
             if timer is not None:
                 timer.cancel()
-
-    def wrapped(self, future: Future[T]) -> asyncio.Future[T]:
-        """Return a future of the loop for one that another thread answers, as `asyncio.wrap_future` does.
-        If it is cancelled, the other is cancelled, unless that continues. Answers that are ready together wake the loop
-        once."""
-        mine: asyncio.Future[T] = self.loop.create_future()
-
-        def answer() -> None:
-            if future.cancelled():
-                mine.cancel()
-            else:
-                error = future.exception()
-                settle(mine, None if error else future.result(), error)
-
-        future.add_done_callback(lambda _: self.post(answer))
-        mine.add_done_callback(lambda _: mine.cancelled() and future.cancel())
-        return mine
+            leave()  # passes an unused turn on
 
     def close(self) -> None:
         """End the thread after the work in its line. Parked callers get StoreClosedError."""
-        for look in list(self._looks):
-            look.end(StoreClosedError(f"{self.name} was closed"))
         self.closed = True
+        for look in list(self._looks):
+            settle(look, None, StoreClosedError(f"{self.name} was closed"))
         self._bell.ring()
+
+    # -- puts -------------------------------------------------------------------------------------------------------
+
+    def here(self, topic: str, size: int) -> bool:
+        """Return True if the put may be made on the loop."""
+        broker = self.store.broker
+        return (
+            not self._on_thread
+            and size <= _LARGE
+            and broker.topics.get(topic) is not None
+            and broker.has_room(_LARGEST_RECORD)
+        )
+
+    async def put(self, topic: str, body: Body, **options: Any) -> SendReceipt:
+        """Put as `Store.put`. If cancelled, the message is stored whole or not at all."""
+        self.check()
+        broker = self.store.broker
+        put: Callable[..., Any] = broker.put
+        flushes = (options.get("durability") or broker.durability) == "flush"
+        if flushes:
+            put = broker.put_async
+        if self.here(topic, size_of(body)):
+            stored = put(topic, body, **options)
+            if not flushes and self.is_turn_over():
+                await asyncio.sleep(0)  # the message is stored, even if the caller is cancelled here
+        else:
+            stored = await self.in_order(partial(put, topic, owned(body), **options))
+        receipt: SendReceipt = await asyncio.wrap_future(stored) if flushes else stored
+        return receipt
+
+    async def in_order(self, work: Callable[[], T]) -> T:
+        """Call `work` on the thread. Later puts wait for it."""
+        self._on_thread += 1
+        try:
+            return await self.call(work)
+        finally:
+            self._on_thread -= 1
 
     # -- from any thread --------------------------------------------------------------------------------------------
 
@@ -265,22 +302,12 @@ class LoopThread:
         self._line.append(work)
         self._bell.ring()
 
-    def post(self, call: Callable[[], object], *, wakes: bool = True) -> bool:
-        """Make the loop call `call()`, in the order of these calls. Return False if the loop has ended.
-        If `wakes` is false, the call may wait for a few others, or for `wake`."""
-        if self.loop.is_closed():
+    def post(self, call: Callable[[], object]) -> bool:
+        """Make the loop call `call()`, in the order of these calls. Return False if the loop has ended."""
+        try:
+            self.loop.call_soon_threadsafe(call)
+        except RuntimeError:
             return False
-        self._news.append(call)
-        return self.wake() if wakes or len(self._news) >= _BATCH else True
-
-    def wake(self) -> bool:
-        """Make the loop fetch the news, if there is any. Return False if the loop has ended."""
-        if self._news and not self._woken:
-            self._woken = True
-            try:
-                self.loop.call_soon_threadsafe(self._hear)
-            except RuntimeError:  # just closed
-                return False
         return True
 
     def step(self) -> float | None:
@@ -292,16 +319,7 @@ class LoopThread:
             except Exception:  # a fault of ours, since calls catch their errors
                 _log.exception("a call for an event loop failed")
             del work  # it may hold messages, and those their segment
-        self.wake()
         return None if self.closed and not self._line else math.inf
-
-    def _hear(self) -> None:
-        self._woken = False  # first, so that later answers wake the loop again
-        for _ in range(len(self._news)):
-            try:
-                self._news.popleft()()
-            except Exception:  # a fault of ours: call the others
-                _log.exception("bringing news to an event loop failed")
 
 
 def settle(future: asyncio.Future[T], result: Any, error: BaseException | None) -> None:
@@ -326,3 +344,20 @@ async def uncancelled(future: asyncio.Future[T]) -> T:
     if not future.cancelled() and (failed := future.exception()) is not None:
         _log.warning("a cancelled call had failed before: %r", failed)
     raise cancelled
+
+
+def size_of(body: object) -> int:
+    """Return the number of bytes of a body, or 0 for a bad body, which the engine will refuse."""
+    return memoryview(body).nbytes if isinstance(body, bytes | bytearray | memoryview) else 0
+
+
+def owned(value: Any) -> Any:
+    """Return a copy of an argument, so that its caller may change it while the call waits.
+    Iterables are read here, on the loop, since they belong to the caller."""
+    if isinstance(value, bytearray | memoryview):
+        return bytes(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | tuple):
+        return [bytes(each) if isinstance(each, bytearray | memoryview) else each for each in value]
+    return value

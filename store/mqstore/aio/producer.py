@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Unpack
 
 from mqstore.aio.base import Closable, Value, apart, called, in_order, to_its_end
-from mqstore.aio.puts import Puts, owned, size_of
+from mqstore.aio.loop_thread import LoopThread, owned, size_of
 from mqstore.client.send import producer, transaction
 from mqstore.client.send.producer import Selector
 from mqstore.contract import SendOptions
@@ -73,7 +73,12 @@ class Producer(Closable[producer.Producer]):
     close = called(producer.Producer.close, to_its_end)
 
     def __init__(
-        self, bridge: Puts, *args: Any, max_inflight: int = 1024, max_inflight_bytes: int = 100 << 20, **options: Any
+        self,
+        bridge: LoopThread,
+        *args: Any,
+        max_inflight: int = 1024,
+        max_inflight_bytes: int = 100 << 20,
+        **options: Any,
     ) -> None:
         """Make the producer, on the store's thread. Options are those of `mqstore.Producer`."""
         self._max = check_whole("max_inflight", max_inflight, 1)
@@ -134,7 +139,7 @@ class Producer(Closable[producer.Producer]):
             here = self._bridge.here(topic, size)
             body = body if here else owned(body)
             submit = partial(self.sync.submit, topic, body, queue_id=queue_id, selector=selector, **options)
-            mine = self._bridge.wrapped(submit() if here else await self._bridge.in_order(submit))
+            mine = asyncio.wrap_future(submit() if here else await self._bridge.in_order(submit))
             self._held[mine] = size
             self._held_bytes += size
             mine.add_done_callback(self._stored)

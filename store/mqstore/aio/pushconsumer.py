@@ -6,9 +6,9 @@
                                                cancelled after `consume_timeout`, unordered: then redelivered
 
 The synchronous consumer decides about results of handlers, retries, order, timeouts and flow control, so these are the
-same. A running call holds one of its `workers` and no thread. A few threads begin and settle all calls, with one
-wake-up of the loop for all handlers that begin together. An interceptor with `around_consume`, which is a plain
-function around the call, changes that: then each running call has a thread, which waits.
+same. A running call holds one of its `workers` and no thread. A few threads begin and settle all calls. An interceptor
+with `around_consume`, which is a plain function around the call, changes that: then each running call has a thread,
+which waits.
 
     running ---- stop ----> nothing new is started ---- all have ended ----------------------------> stopped
                                         +-- `timeout` is over: tasks cancelled --- they have ended --+
@@ -30,7 +30,6 @@ from typing import Any, TypeVar, overload
 
 from mqstore.aio.base import Closable, Value, apart, called
 from mqstore.aio.loop_thread import LoopThread, uncancelled
-from mqstore.aio.puts import Puts
 from mqstore.client.push import consumer as pushconsumer
 from mqstore.client.push import workers
 from mqstore.client.push.handlers import check_handler, check_has_run
@@ -177,7 +176,7 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
     # Not on the store's thread: it waits for handlers, which may wait for the store's thread.
     run_once = called(pushconsumer.PushConsumer.run_once, apart)
 
-    def __init__(self, bridge: Puts, *args: Any, **options: Any) -> None:
+    def __init__(self, bridge: LoopThread, *args: Any, **options: Any) -> None:
         """Make the consumer, on the store's thread. Arguments are those of `mqstore.Store.push_consumer`."""
         super().__init__(bridge, bridge.store.push_consumer(*args, **options))
         self._running: set[_Run] = set()

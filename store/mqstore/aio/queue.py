@@ -12,25 +12,20 @@ since other consumers and time settle items too.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from mqstore import queue
 from mqstore.aio.base import Closable, Value, called, in_order, limit, to_its_end
-from mqstore.aio.deadletters import DeadLetters
-from mqstore.aio.lease import Task
-from mqstore.aio.puts import Puts
+from mqstore.aio.lease import DeadLetters, Task
+from mqstore.aio.loop_thread import LoopThread
 from mqstore.client.codecs import BYTES
 from mqstore.client.delivery import release
-from mqstore.client.interceptors import Settled
 from mqstore.contract import SendOptions
 from mqstore.errors import QueueEmpty, QueueFull, QueueShutDown
-from mqstore.log.commitlog import SendReceipt
 from mqstore.options import Duration
 
 __all__ = ["Queue"]
@@ -40,54 +35,7 @@ _LOOK_S = 0.25
 T = TypeVar("T")
 
 
-class _Told(queue.Queue):
-    """Synchronous queue that reports settlements, and leaves the disk to the caller."""
-
-    def __init__(self, tell: Callable[[Callable[[], object]], object], *args: Any, **options: Any) -> None:
-        self.waiting: set[asyncio.Future[None]] = set()
-        """Futures that are set when something is settled or the queue is shut, on the loop."""
-        self._tell = tell
-        super().__init__(*args, **options)
-
-    def _settled(self, task: queue.Task, outcome: Settled) -> None:
-        if self._waiting:
-            super()._settled(task, outcome)
-        if self.waiting:
-            self._tell(self._ring)
-
-    def shutdown(self, immediate: bool = False) -> None:
-        super().shutdown(immediate)
-        self._tell(self._ring)
-
-    def _ring(self) -> None:
-        for news in self.waiting:
-            if not news.done():
-                news.set_result(None)
-
-    def append(self, body: bytes, options: SendOptions) -> Future[SendReceipt] | None:
-        """Put an encoded item if there is room. Return a future for the disk."""
-        self.check_open()
-        with self._changed:
-            try:
-                self._wait_for_room(1, False, None)
-            except QueueFull:
-                return None
-            return self._broker.put_async(self.name, body, queue_id=0, **options)
-
-    def check_open(self) -> None:
-        if self._shut:
-            raise QueueShutDown(f"queue {self.name!r} was shut down")
-
-    def note_delay(self, receipt: SendReceipt) -> None:
-        """Have `join` wait for an item that was put with a delay."""
-        self._note_delay(receipt)
-
-    def is_done(self) -> bool | None:
-        """Return True if everything is done, False if the rest will not be taken any more, or None."""
-        return self.join(0) or (False if self._shut == "all" else None)
-
-
-class Queue(Closable[_Told]):
+class Queue(Closable[queue.Queue]):
     """Persistent queue with coroutines, made by `Store.queue`.
     An `await queue.get()` that is cancelled, at any time, has taken nothing. A cancelled `put` has stored the item or
     has not.
@@ -112,9 +60,9 @@ class Queue(Closable[_Told]):
     put_many = called(queue.Queue.put_many, in_order)
     shutdown = called(queue.Queue.shutdown, to_its_end)
 
-    def __init__(self, bridge: Puts, name: str, **options: Any) -> None:
+    def __init__(self, bridge: LoopThread, name: str, **options: Any) -> None:
         """Make the queue, on the store's thread."""
-        super().__init__(bridge, _Told(bridge.post, bridge.store.broker, name, **options))
+        super().__init__(bridge, bridge.store.queue(name, **options))
         self._codec = BYTES if options.get("codec") is None else options["codec"]
         self._maxsize: int = options.get("maxsize", 0)
         self._line = asyncio.Lock()
@@ -131,42 +79,32 @@ class Queue(Closable[_Told]):
         body = self._codec.encode(item)
         options: SendOptions = {} if delay is None else {"delay": delay}
         if self._maxsize:
-            append = partial(self.sync.append, body, options)
+            append = partial(self.sync._append, body, options)
             stored = await (self._append_in_turn(append, limit(timeout)) if block else self._bridge.call(append))
             if stored is None:
                 raise QueueFull(f"queue {self.name!r} has no room for more than {self._maxsize} items")
-            receipt = await self._bridge.wrapped(stored)
+            receipt = await asyncio.wrap_future(stored)
         else:
-            self.sync.check_open()
+            self.sync._check_puts()
             receipt = await self._bridge.put(self.name, body, queue_id=0, **options)
         if delay is not None:
-            self.sync.note_delay(receipt)
+            self.sync._note_delay(receipt)
 
     async def _append_in_turn(self, append: Callable[[], T | None], timeout_s: float | None) -> T | None:
-        end = _end(timeout_s)
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 await self._line.acquire()
         except TimeoutError:
             return None
         try:
-            return await self._until(append, end)
+            return await self._until(append, None if end_s is None else max(0, end_s - time.monotonic()))
         finally:
             self._line.release()
 
-    async def _until(self, look: Callable[[], T | None], end: float) -> T | None:
-        """Return the result of `look` on the store's thread, or None at `end`."""
-        while True:
-            news = self._bridge.loop.create_future()
-            self.sync.waiting.add(news)  # before the look, so that later settlements are noticed
-            try:
-                found = await self._bridge.call(look)
-                left_s = end - time.monotonic()
-                if found is not None or left_s <= 0:
-                    return found
-                await asyncio.wait((news,), timeout=min(left_s, _LOOK_S))
-            finally:
-                self.sync.waiting.discard(news)
+    async def _until(self, look: Callable[[], T | None], timeout_s: float | None) -> T | None:
+        """Return the result of `look`, repeated when an item was settled."""
+        return await self._bridge.look(look, self.sync._when_changed, timeout_s=timeout_s, every_s=_LOOK_S)
 
     async def put_nowait(self, item: Any) -> None:
         """Put as `mqstore.Queue.put_nowait`."""
@@ -207,8 +145,11 @@ class Queue(Closable[_Told]):
         return await self._look(lambda: self.sync.get_many(max_items, 0) or None, limit(timeout))
 
     async def _look(self, look: Callable[[], list[queue.Task] | None], timeout_s: float | None) -> list[Task]:
-        found = await self._bridge.look(look, self.sync._when_ready, timeout_s=timeout_s, undo=release)
+        found = await self._bridge.look(look, self._park, timeout_s=timeout_s, undo=release)
         return [self._taken(each) for each in found or ()]
+
+    def _park(self, again: Callable[[], object]) -> Callable[[], object]:
+        return self.sync._when_ready(again).cancel
 
     def _taken(self, found: queue.Task) -> Task:
         task = Task(self._bridge, found)
@@ -248,13 +189,9 @@ class Queue(Closable[_Told]):
 
     async def join(self, timeout: Duration | None = None) -> bool:
         """Wait as `mqstore.Queue.join`."""
-        return bool(await self._until(self.sync.is_done, _end(limit(timeout))))
+        return bool(await self._until(self.sync._is_done, limit(timeout)))
 
     @property
     def dead_letters(self) -> DeadLetters:
         """Items that were rejected or failed too often."""
         return DeadLetters(self._bridge, self.sync.dead_letters)
-
-
-def _end(timeout_s: float | None) -> float:
-    return math.inf if timeout_s is None else time.monotonic() + timeout_s

@@ -1,7 +1,7 @@
 """Store with coroutines.
 
-    put                        on the loop (`puts.py`)
-    reads, tables, the rest    on the store's thread (`bridge.py`), iterators a page at a time
+    put                        on the loop (`loop_thread.py`)
+    reads, tables, the rest    on the store's thread, iterators a page at a time
     close                      push consumers end their handlers first; then on the thread, to its end
 
 A store belongs to the loop on which it was opened. Other stores, in other directories, may belong to other loops.
@@ -23,11 +23,10 @@ from typing import Any, Literal, Unpack
 from mqstore import store as sync
 from mqstore.aio.base import Closable, Made, Pages, Value, apart, called, in_order, made, paged, takes
 from mqstore.aio.consumers import PullConsumer, SimpleConsumer
-from mqstore.aio.deadletters import DeadLetters
-from mqstore.aio.loop_thread import uncancelled
+from mqstore.aio.lease import DeadLetters
+from mqstore.aio.loop_thread import LoopThread, uncancelled
 from mqstore.aio.producer import Producer
 from mqstore.aio.pushconsumer import PushConsumer
-from mqstore.aio.puts import Puts
 from mqstore.aio.queue import Queue
 from mqstore.client.waits import Ready
 from mqstore.contract import SendOptions
@@ -58,7 +57,7 @@ def open(path: str | PathLike[str], *args: Any, **options: Any) -> Made[Store]: 
     path = resolved(path)  # now: it is opened later, by another thread
 
     async def begin() -> Store:
-        bridge = Puts(f"store {path!r}")
+        bridge = LoopThread(f"store {path!r}")
         try:
             return Store(bridge, await bridge.call(partial(sync.Store, path, *args, **options), sync.Store.close))
         except BaseException:
@@ -113,7 +112,7 @@ class Store(Closable[sync.Store]):
     pull_consumer = made(sync.Store.pull_consumer, PullConsumer)
     push_consumer = made(sync.Store.push_consumer, PushConsumer)
 
-    def __init__(self, bridge: Puts, sync: sync.Store) -> None:
+    def __init__(self, bridge: LoopThread, sync: sync.Store) -> None:
         super().__init__(bridge, sync)
         bridge.store = sync
         self._end: asyncio.Task[None] | None = None
@@ -175,6 +174,7 @@ class Store(Closable[sync.Store]):
             try:
                 await self._bridge.finish(partial(self.sync._close_stopped, timeout_s, until))
             finally:
+                await self._bridge.finish(lambda: None)  # after the looks that the closing of consumers has called
                 self._bridge.close()
 
     async def __aexit__(self, *error: object) -> None:
@@ -185,7 +185,7 @@ class Store(Closable[sync.Store]):
 class _Follower(Pages[Message]):
     """Present and future messages of one queue, or all of a topic."""
 
-    bridge: Puts
+    bridge: LoopThread
     topic: str
     queue_id: int | None
     start: _Begin
@@ -198,7 +198,8 @@ class _Follower(Pages[Message]):
         super().__init__(self.bridge, self._round)
 
     async def _fill(self) -> None:
-        await self.bridge.look(self._find, self._park, timeout_s=None)
+        is_writer = self.bridge.store.mode == "rw"
+        await self.bridge.look(self._find, self._park, timeout_s=None, every_s=_NEW_QUEUES_S if is_writer else _LOOK_S)
 
     def _find(self) -> bool | None:
         """Read a page. Return True if there is something, None if not yet, and False at the stop."""
@@ -235,12 +236,9 @@ class _Follower(Pages[Message]):
             return self.bridge.store.offset_at(self.topic, queue_id, self.start)
         return self.bridge.store.offsets(self.topic, queue_id)[self.start == "latest"]
 
-    def _park(self, again: Callable[[], object]) -> Ready:
-        """Call `again` once, when there may be something to read."""
+    def _park(self, again: Callable[[], object]) -> Callable[[], object]:
+        """Have `again` called when there may be something to read, if this process writes the store."""
         ready = Ready(again, Lock(), set())
-        if self.bridge.store.mode == "rw":
-            for queue_id, offset in (self.positions or {}).items():
-                ready.park(self.bridge.store.broker, self.topic, queue_id, offset, self.tags, _NEW_QUEUES_S)
-        else:
-            self.bridge.post(lambda: self.bridge.loop.call_later(_LOOK_S, ready.fire))
-        return ready
+        for queue_id, offset in (self.positions or {}).items() if self.bridge.store.mode == "rw" else ():
+            ready.park(self.bridge.store.broker, self.topic, queue_id, offset, self.tags)
+        return ready.cancel

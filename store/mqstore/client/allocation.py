@@ -74,9 +74,6 @@ STRATEGIES: dict[str, Strategy] = {"avg": avg, "circle": circle}
 def name_of(strategy: Strategy) -> str:
     """Return the name by which members of a group agree on a strategy.
     All strategies that `fixed_queues` makes have the same name.
-
-    >>> name_of(avg), name_of(fixed_queues([("t", 0)]))
-    ('avg', 'mqstore.client.allocation.fixed_queues.<locals>.<lambda>')
     """
     named = next((name for name, each in STRATEGIES.items() if each is strategy), None)
     called = getattr(strategy, "__qualname__", None) or type(strategy).__qualname__

@@ -43,10 +43,12 @@ class Codec(Protocol):
         """Return the item of these bytes. Raises ValueError if they hold none."""
 
 
-class _Bytes:
+class _Codec:
     def __repr__(self) -> str:
-        return "mqstore.BYTES"
+        return f"mqstore.{type(self).__name__[1:].upper()}"
 
+
+class _Bytes(_Codec):
     def encode(self, item: Any) -> bytes:
         if type(item) is bytes:
             return item
@@ -61,10 +63,7 @@ class _Bytes:
         return body
 
 
-class _Text:
-    def __repr__(self) -> str:
-        return "mqstore.TEXT"
-
+class _Text(_Codec):
     def encode(self, item: Any) -> bytes:
         if not isinstance(item, str):
             raise InvalidMessageError(f"an item of this queue is str, not {type(item).__name__}", "body")
@@ -80,10 +79,7 @@ class _Text:
             raise FormatError(f"the item is not UTF-8 text: {error.reason}", "body", error.start) from error
 
 
-class _Json:
-    def __repr__(self) -> str:
-        return "mqstore.JSON"
-
+class _Json(_Codec):
     def encode(self, item: Any) -> bytes:
         try:
             text = json.dumps(item, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

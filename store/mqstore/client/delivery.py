@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
@@ -99,20 +100,16 @@ _LONGEST_S = 12 * 3600
 Verb = Literal["ack", "nack", "reject", "release"]
 
 
+@dataclass(frozen=True, slots=True)
 class LeaseContext:
     """State that the leases of a consumer share."""
 
-    __slots__ = ("broker", "clock", "group", "log", "told")
-
-    def __init__(
-        self, broker: BrokerContract, group: str, log: LimitedLog, told: Callable[[Any, Settled], None] | None = None
-    ) -> None:
-        """Call `told` for each lease that was settled. The owner of `log` closes it."""
-        self.broker = broker
-        self.group = group
-        self.log = log
-        self.clock = broker.clock
-        self.told = told
+    broker: BrokerContract
+    group: str
+    log: LimitedLog
+    """Its owner closes it."""
+    told: Callable[[Any, Settled], None] | None = None
+    """Function to call for each lease that was settled."""
 
 
 class Lease:
@@ -132,7 +129,7 @@ class Lease:
         """Time at which an unsettled message is redelivered to others, on the scale of `time.monotonic`.
         It is measured by the store's clock."""
         if self._expires_at is None:
-            clock = self._context.clock
+            clock = self._context.broker.clock
             expires_at = (clock.monotonic_ms() + self._delivery.visible_at_ms - clock.now_ms()) / 1000
             if self._expires_at is None:  # else extended meanwhile
                 self._expires_at = expires_at
@@ -193,7 +190,7 @@ class Lease:
         if self._verb is not None:
             self._refuse()
         context, delivery = self._context, self._delivery
-        expires_at = context.clock.monotonic_ms() / 1000 + _bounded("visibility", visibility)
+        expires_at = context.broker.clock.monotonic_ms() / 1000 + _bounded("visibility", visibility)
         # Renew without a new receipt, so that a simultaneous `ack` of another thread counts.
         context.broker.renew(context.group, delivery.topic, delivery.receipt, visibility)
         self._expires_at = expires_at

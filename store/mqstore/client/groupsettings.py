@@ -30,6 +30,7 @@ __all__ = [
     "Progress",
     "Start",
     "Wanted",
+    "begin_in",
     "check_order",
     "check_start",
     "enter_group",
@@ -167,6 +168,15 @@ def enter_group(
     if start is not None:
         settings["start"] = max(0, to_ms(start)) if isinstance(start, datetime) else start
     return broker.groups.get(group) or broker.groups.create(group, **settings)
+
+
+def begin_in(broker: BrokerContract, group: str, topic: str, start: Start | None) -> bool:
+    """Note where the group begins in each existing queue. Return False if the topic does not exist.
+    So later messages are found, and retention keeps them until then."""
+    config = broker.topics.get(topic)
+    for queue_id in range(0 if config is None else config.read_queues):
+        broker.start_of(group, topic, queue_id, start)
+    return config is not None
 
 
 class Wanted(NamedTuple):

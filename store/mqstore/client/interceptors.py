@@ -99,12 +99,7 @@ class Interceptor:
 
 
 class Interceptors:
-    """Hooks of several interceptors, by name. A name that nobody overrides is an empty tuple.
-
-    >>> chain = Interceptors([Interceptor()])
-    >>> chain.on_settle
-    ()
-    """
+    """Hooks of several interceptors, by name. A name that nobody overrides is an empty tuple."""
 
     before_send: tuple[Callable[[OutgoingMessage], OutgoingMessage], ...]
     after_send: tuple[Callable[[OutgoingMessage, SendReceipt | None, BaseException | None], None], ...]
@@ -188,7 +183,7 @@ class Interceptors:
 
         inner: Callable[[], None] = handle
         for hook in reversed(self.around_consume):
-            inner = _around(hook, inner, messages)
+            inner = partial(hook, inner, messages)
         try:
             inner()
         except Exception as error:
@@ -202,14 +197,6 @@ class Interceptors:
 
 def _name(hook: Callable[..., object]) -> str:
     return str(getattr(hook, "__qualname__", hook))
-
-
-def _around(
-    hook: Callable[[Callable[[], None], Sequence[Message]], None],
-    inner: Callable[[], None],
-    messages: Sequence[Message],
-) -> Callable[[], None]:
-    return lambda: hook(inner, messages)
 
 
 def _hooks(interceptors: Sequence[Interceptor], name: str) -> list[Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Final
 
@@ -31,38 +32,18 @@ _KINDS_MAX: Final = 1_000
 """Maximum number of kinds that are counted. More occur only if code is generated."""
 
 
+@dataclass(slots=True)
 class _Kind:
-    __slots__ = ("every_ms", "held", "level", "line", "said_ms")
-
-    def __init__(self, level: int, line: str, said_ms: int, every_ms: float) -> None:
-        self.level = level
-        self.line = line
-        """Last line that was logged."""
-        self.said_ms = said_ms
-        self.every_ms = every_ms
-        self.held = 0
+    level: int
+    line: str
+    """Last line that was logged."""
+    said_ms: int
+    every_ms: float
+    held: int = 0
 
 
 class LimitedLog:
-    """Log of one consumer or producer. Thread-safe.
-
-    >>> import logging, sys
-    >>> from mqstore.clock import SimulatedClock
-    >>> clock, logger = SimulatedClock(), logging.getLogger("mqstore")
-    >>> handler = logging.StreamHandler(sys.stdout)
-    >>> logger.addHandler(handler)
-    >>> log = LimitedLog("group billing", clock)
-    >>> for offset in range(3):
-    ...     log.say(logging.ERROR, f"offset {offset} is bad", at="orders", like="bad")
-    group billing: orders: offset 0 is bad
-    >>> clock.advance(10_000)
-    >>> for offset in range(3, 8):
-    ...     log.say(logging.ERROR, f"offset {offset} is bad", at="orders", like="bad")
-    group billing: orders: offset 3 is bad (2 more like this were held back)
-    >>> log.close()
-    group billing: 4 more were held back like this: orders: offset 3 is bad
-    >>> logger.removeHandler(handler)
-    """
+    """Log of one consumer or producer. Thread-safe."""
 
     def __init__(self, owner: str = "", clock: Clock | None = None) -> None:
         self._prefix = f"{owner}: " if owner else ""

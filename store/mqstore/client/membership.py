@@ -51,19 +51,6 @@ def client_id_of(client_id: object) -> str:
 class Membership:
     """Member of `group`, from `join` to `leave`. Thread-safe with one exception.
     The owner must call `join`, `take`, `give`, `renew` and `leave` one at a time.
-
-    >>> import mqstore, tempfile
-    >>> from mqstore.log.store import MessageStore
-    >>> from mqstore.broker.broker import Broker
-    >>> from mqstore.client.allocation import avg
-    >>> with tempfile.TemporaryDirectory() as folder, Broker(MessageStore(folder)) as broker:
-    ...     _ = broker.topics.create("orders", queues=2)
-    ...     _ = broker.groups.create("billing")
-    ...     seat = Membership(broker, "billing", "c1", Mode("queue"), avg, on_change=lambda: None)
-    ...     seat.join({"orders": ("TAG", "*")})
-    ...     sorted(seat.take(seat.share()["orders"]))
-    ...     seat.leave()
-    [QueueRef(topic='orders', queue_id=0), QueueRef(topic='orders', queue_id=1)]
     """
 
     def __init__(
@@ -202,9 +189,8 @@ class Membership:
         if config is None:
             if is_retry_topic(topic):  # the first failure creates it
                 return None
-            if topic not in self._complaints:  # it may be created soon
-                _log.info("topic %r is not there; group %s waits for it", topic, self.group)
-            self._complain(topic, "")
+            text = "topic %r is not there; group %s waits for it"  # it may be created soon
+            self._complain(topic, text, topic, self.group, level=logging.INFO)
             return None
         if not config.readable:
             self._complain(topic, "topic %r may not be read (perm %d); group %s waits", topic, config.perm, self.group)
@@ -222,17 +208,16 @@ class Membership:
             if not set(queues).issuperset(mine):
                 raise ConfigError(f"it gave {mine!r:.200}, of the queues 0..{len(queues) - 1} of topic {topic!r}")
         except Exception:
-            if topic not in self._complaints:
-                _log.exception("group %s: the strategy failed for topic %r; shares stay as they are", self.group, topic)
-            self._complain(topic, "")
+            text = "group %s: the strategy failed for topic %r; shares stay as they are"
+            self._complain(topic, text, self.group, topic, level=logging.ERROR)
             return None
         return self._fine(topic, mine)
 
-    def _complain(self, topic: str, text: str, *arguments: object) -> None:
+    def _complain(self, topic: str, text: str, *arguments: object, level: int = logging.WARNING) -> None:
+        """Log a problem of a topic once, until it is over."""
         if topic not in self._complaints:
             self._complaints.add(topic)
-            if text:
-                _log.warning(text, *arguments)
+            _log.log(level, text, *arguments, exc_info=level == logging.ERROR)
 
     def _fine(self, topic: str, queues: Iterable[QueueRef]) -> frozenset[QueueRef]:
         self._complaints.discard(topic)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Container, Mapping
 from mqstore.broker.names import retry_topic
 from mqstore.broker.redelivery.retry import origin_topic
 from mqstore.client.delivery import fail
-from mqstore.client.groupsettings import Wanted, check_start
+from mqstore.client.groupsettings import Wanted, begin_in, check_start
 from mqstore.client.waits import Waits
 from mqstore.contract import MAX_BATCH, BrokerContract, Delivery, Filter, Mode, RetryPolicy, Start, Subscriptions
 from mqstore.errors import ConfigError, MQStoreError, StoreClosedError, TopicNotFoundError
@@ -35,17 +35,7 @@ Topics = list[tuple[str, Filter | None]]
 
 
 class PopSource:
-    """Messages of `group` for one member. Thread-safe.
-
-    >>> import mqstore, tempfile
-    >>> from mqstore.client.groupsettings import wanted
-    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
-    ...     _ = store.put("mail", b"hello")
-    ...     source = PopSource(store.broker, "mailer", "c1")
-    ...     source.change({"mail": wanted(store.broker, "mail")})
-    ...     [delivery.message.body for delivery in source.look(source.topics() or [], None, 10, 60)]
-    [b'hello']
-    """
+    """Messages of `group` for one member. Thread-safe."""
 
     def __init__(
         self,
@@ -94,8 +84,9 @@ class PopSource:
             if joins:
                 self.check(after)
             for topic in after:
-                if topic not in self.wanted:
-                    self._begin(topic)
+                # In queues that come later the group begins at their first message (`_pop`).
+                if topic not in self.wanted and not begin_in(self._broker, self._group, topic, self._start):
+                    _log.warning("topic %r is not there; group %s waits for it", topic, self._group)
             if joins:  # last, so that an error above does not change the group
                 self._join(after)
             self.wanted = dict(after)
@@ -120,17 +111,6 @@ class PopSource:
             self._client_id, self._group, _subscriptions(after), self._mode, owner=self._token, retry=self._retry
         )
         self._is_member = True
-
-    def _begin(self, topic: str) -> None:
-        """Note where the group begins in each existing queue.
-        Later messages are found, and retention keeps them until then. So in queues that come later the group begins at
-        their first message (`_pop`)."""
-        config = self._broker.topics.get(topic)
-        if config is None:
-            _log.warning("topic %r is not there; group %s waits for it", topic, self._group)
-            return
-        for queue_id in range(config.read_queues):
-            self._broker.start_of(self._group, topic, queue_id, self._start)
 
     def _topic_changed(self, topic: str) -> None:
         """Wake receivers, since a topic may have been created."""

@@ -49,15 +49,6 @@ class Held:
 class Renewer:
     """Deliveries that one consumer of `group` holds, renewed for `visibility_ms` at a time.
     Thread-safe, except that only one thread at a time may call `run_once`.
-
-    >>> import mqstore, tempfile
-    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
-    ...     _ = store.put("mail", b"hello")
-    ...     held = Held(store.broker.pop("mailer", "mail", invisible=60))
-    ...     renewer = Renewer(store.broker, "mailer", 60_000)
-    ...     renewer.add(held, 60_000)
-    ...     renewer.run_once(0), renewer.run_once(40_000), renewer.run_once(80_000), len(renewer)
-    (40000, 80000, 120000, 1)
     """
 
     def __init__(self, broker: BrokerContract, group: str, visibility_ms: int, log: LimitedLog | None = None) -> None:

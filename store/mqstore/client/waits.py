@@ -50,12 +50,15 @@ class Ready:
         """Stop waiting. The callback will not be called any more. Repeating it is harmless."""
         self.end()
 
-    def fire(self) -> None:
-        if self.end():
-            try:
-                self._call()
-            except Exception:  # the thread that brings the news must not fail
-                _log.exception("the callback of a consumer that waited failed")
+    def fire(self, topic: str | None = None) -> bool:
+        """End the wait as `end` does, and call back."""
+        if not self.end(topic):
+            return False
+        try:
+            self._call()
+        except Exception:  # the thread that brings the news must not fail
+            _log.exception("the callback of a consumer that waited failed")
+        return True
 
     def end(self, topic: str | None = None) -> bool:
         """End the wait, one for messages to pop with the turn of `topic`. Return False if it was over."""
@@ -114,22 +117,18 @@ class Wait(Ready):
                 self._waits.pass_on(topic)
 
     def park_at(self, topic: str, filter: Filter | None) -> None:  # noqa: A002
-        waiter = self._waits.add_waiter(topic, filter, lambda worth: self._called(topic, worth))
-        if waiter is not None:
-            self._add(self._waits.broker, waiter)
+        waits = self._waits
+        if waits.broker.topics.get(topic) is not None:
+            called = partial(self._called, topic)
+            self._add(
+                waits.broker, waits.broker.add_pop_waiter(waits.group, topic, called, filter=filter, order=waits.order)
+            )
 
     def _called(self, topic: str, worth: bool) -> None:
         """Use or pass on a turn, on the dispatching thread. Without `worth` the broker is closing.
         The next look will raise that."""
-        if self.end(topic if worth else None):
-            self._call()
-        elif worth:
+        if not self.fire(topic if worth else None) and worth:
             self._waits.pass_on(topic)
-
-    def ring(self) -> None:
-        """End the wait without a turn, and call back."""
-        if self.end():
-            self._call()
 
     def _take_turn(self, topic: str | None) -> None:
         self.topic = topic
@@ -142,8 +141,8 @@ class Waits:
 
     def __init__(self, broker: BrokerContract, group: str, *, order: bool = False) -> None:
         self.broker = broker
-        self._group = group
-        self._order = order
+        self.group = group
+        self.order = order
         self.lock = Lock()
         self.open: set[Wait] = set()
         """Waits that are not over."""
@@ -201,13 +200,8 @@ class Waits:
             self.generation += 1
             rung = list(self.open)
         for wait in rung:
-            wait.ring()
+            wait.fire()
 
     def pass_on(self, topic: str) -> None:
         """Give a turn to another receiver."""
-        self.broker.wake_one(self._group, topic)
-
-    def add_waiter(self, topic: str, filter: Filter | None, callback: Callable[[bool], object]) -> Waiter | None:  # noqa: A002
-        if self.broker.topics.get(topic) is None:
-            return None
-        return self.broker.add_pop_waiter(self._group, topic, callback, filter=filter, order=self._order)
+        self.broker.wake_one(self.group, topic)

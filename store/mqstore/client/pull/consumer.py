@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Final
 
 from mqstore.client.allocation import Strategy, strategy_named
-from mqstore.client.groupsettings import Start, Wanted, check_start, enter_group, place, wanted
+from mqstore.client.groupsettings import Start, Wanted, begin_in, check_start, enter_group, place, wanted
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.membership import Membership, client_id_of
@@ -67,15 +67,13 @@ class PullConsumer:
         strategy               how members share queues: "avg", "circle", or a function (`Strategy`)
         client_id              name of this consumer in the group; None: a new one
 
-    >>> import tempfile
-    >>> from mqstore.log.store import MessageStore
-    >>> from mqstore.broker.broker import Broker
-    >>> with tempfile.TemporaryDirectory() as folder, Broker(MessageStore(folder)) as broker:
-    ...     receipts = broker.put_many("orders", [b"a", b"b"])
-    ...     with PullConsumer(broker, "billing") as consumer:
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     receipts = store.put_many("orders", [b"a", b"b"])
+    ...     with store.pull_consumer("billing") as consumer:
     ...         consumer.subscribe("orders")
     ...         [message.body for message in consumer.poll()]
-    ...     broker.committed("billing", *receipts[0].queue)
+    ...     store.committed("billing", receipts[0].queue)
     [b'a', b'b']
     2
     """
@@ -173,7 +171,7 @@ class PullConsumer:
                 self._join(after)
             try:
                 for topic in topics:
-                    self._begin(topic)
+                    begin_in(self._broker, self.group, topic, self._start)
             except BaseException:
                 if self._joined:
                     self._join(before)
@@ -221,13 +219,6 @@ class PullConsumer:
             if begins:
                 self._tell(self._hooks.on_assign, None, frozenset(begins))
         self._ring()
-
-    def _begin(self, topic: str) -> None:
-        """Note where the group begins in each existing queue.
-        So later messages are read, and retention keeps them until then."""
-        config = self._broker.topics.get(topic)
-        for queue_id in range(0 if config is None else config.read_queues):
-            self._broker.start_of(self.group, topic, queue_id, self._start)
 
     def _join(self, wanted: Mapping[str, Wanted]) -> None:
         self._seat.join({topic: each.expression for topic, each in wanted.items()})

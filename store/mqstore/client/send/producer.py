@@ -306,7 +306,7 @@ class Producer(Closing):
             at = stop
         if any(ready.flush for ready in readies):
             try:
-                self._sync()
+                self._broker.sync()
             except FlushTimeoutError as late:
                 raise FlushTimeoutError(str(late), done[-1]) from late
 
@@ -400,31 +400,21 @@ class Producer(Closing):
                         synced.append((index, receipt))
                     else:
                         answer(index, receipt, None)
+            failed: Exception | None = None
             if synced:
-                failed = self._sync_failure()
+                try:
+                    self._broker.sync()
+                except Exception as error:
+                    failed = error
                 for index, receipt in synced:
                     answer(index, receipt, None if failed is None else _own_error(failed, receipt))
         finally:  # at a Ctrl-C in the main thread no future may wait for ever
             for index, (_, future) in list(unanswered.items()):
                 if future.running() or future.set_running_or_notify_cancel():
                     answer(index, None, StoreClosedError("interrupted while writing submitted messages"))
-        if failures:
-            self._complain(failures)
-
-    def _sync(self) -> None:
-        self._broker.sync()
-
-    def _sync_failure(self) -> Exception | None:
-        try:
-            self._sync()
-        except Exception as error:
-            return error
-        return None
-
-    def _complain(self, failures: Sequence[BaseException]) -> None:
-        """Log that futures failed, in case the application has dropped them."""
-        what = f"{len(failures)} submitted messages failed, the first"
-        self._log.say(logging.WARNING, what, error=failures[0], like="submitted", times=len(failures))
+        if failures:  # the application may have dropped the futures
+            what = f"{len(failures)} submitted messages failed, the first"
+            self._log.say(logging.WARNING, what, error=failures[0], like="submitted", times=len(failures))
 
     def run_once(self, now_ms: int | None = None) -> int | None:
         """Write submitted messages that are due, for a store with its own clock.
@@ -446,8 +436,10 @@ class Producer(Closing):
         if check and self._checker is None:
             raise ConfigError("check=True asks the producer's checker: give the producer one")
         self._join()
-        engine, preparer = self._broker.transactions, self._preparer
-        return Transaction(engine, self._checks, preparer=preparer, prepare=self._prepare, sync=self._sync, check=check)
+        broker, preparer = self._broker, self._preparer
+        return Transaction(
+            broker.transactions, self._checks, preparer=preparer, prepare=self._prepare, sync=broker.sync, check=check
+        )
 
     def _join(self) -> None:
         """Have the engine ask here about open transactions of the group."""

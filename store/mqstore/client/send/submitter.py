@@ -41,16 +41,7 @@ Load = TypeVar("Load")
 
 
 class Submitter(Generic[Load]):
-    """Bounded line with one writer.
-
-    >>> from mqstore.clock import SimulatedClock
-    >>> written = []
-    >>> line = Submitter(written.append, SimulatedClock(), name="doc", threaded=False, alive=lambda: None)
-    >>> line.put("a", 1); line.put("b", 1); line.flush(None)
-    True
-    >>> written
-    [['a', 'b']]
-    """
+    """Bounded line with one writer."""
 
     def __init__(
         self,
