@@ -238,7 +238,7 @@ class Store(Closing, Sending):
         broker = self._broker
         if broker is None:
             self._refuse()
-        return broker._router.put(topic, body, queue_id=queue_id, **options)
+        return broker.put(topic, body, queue_id=queue_id, **options)
 
     def put_many(
         self,

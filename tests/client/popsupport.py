@@ -80,8 +80,8 @@ class Push:
         self.seen: list[tuple[bytes, int]] = []
         """(body, attempt) of each message handled."""
         self.errors: list[BaseException] = []
-        options = {"workers": 2, "on_error": lambda error, message: self.errors.append(error), **options}
-        self.consumer = bench.store.push_consumer("g", mode="pop", **options)
+        noted = {"on_error": lambda error, message: self.errors.append(error)}
+        self.consumer = bench.store.push_consumer("g", **{"mode": "pop", "workers": 2, **noted, **options})
         for topic in topics or ("t",):
             self.consumer.subscribe(topic, self.handle, tags=tags)
         if start:
@@ -100,11 +100,17 @@ class Push:
 
     def held(self) -> int:
         """How many messages it has fetched and not settled."""
+        if not isinstance(self.consumer._engine, PopEngine):
+            return sum(queue.cached.messages for queue in self.consumer.stats().queues.values())
         return len(self.engine._renewer)
+
+    def halt(self) -> None:
+        """Begin nothing more, as if its process had died."""
+        self.consumer._engine.halt()
 
     def pace(self, pace_ms: float) -> None:
         """Go on as if its handlers had taken so long lately."""
-        self.engine._runner.pace_ms = pace_ms
+        self.engine.pace_ms = pace_ms
 
     def bodies(self) -> list[bytes]:
         return [body for body, _ in self.seen]

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mqstore import Interceptor, Message, PushConsumer, QueueRef, SimulatedClock
 from mqstore.broker import opening
 from mqstore.broker.broker import Broker
+from mqstore.broker.names import QueueKey
 from mqstore.client.push.assignment import Assignment
+from mqstore.client.push.handler_call import Handling
 from mqstore.files.filesystem import FileSystem
 from tests.client import support
 from tests.log.support import kill, open_store
 
-__all__ = ["PushBench", "Told", "engine_of", "hook", "pulls", "unsettled"]
+__all__ = [
+    "PushBench",
+    "Told",
+    "commit_unchecked",
+    "engine_of",
+    "fail_outside_of_handlers",
+    "hook",
+    "note_losses",
+    "pulls",
+    "unsettled",
+]
 
 SEGMENT = 1 << 18
 
@@ -132,6 +146,22 @@ class PushBench:
         support.advance(self.broker, self.clock, self.consumers, duration_s)
 
 
+def commit_unchecked(broker: Broker, offset: int) -> None:
+    """Write a position that the queue may not have, as a crash may leave one."""
+    support.behind(broker).offsets.commit(QueueKey("g", "t", 0), offset)
+
+
+def note_losses(broker: Broker, losses: Iterable[tuple[int, int]]) -> None:
+    """Have the broker note that group g lost the messages between these offsets."""
+    for old, new in losses:
+        broker._reads.note_loss(QueueKey("g", "t", 0), old, new)
+
+
+def fail_outside_of_handlers(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Have the next call of a handler fail before the handler is called."""
+    monkeypatch.setattr(Handling, "call", support.failing(Handling.call, error))
+
+
 def engine_of(consumer: PushConsumer) -> Assignment:
     engine = consumer._engine
     assert isinstance(engine, Assignment)
@@ -148,8 +178,7 @@ def pulls(consumer: PushConsumer) -> dict[QueueRef, list[str]]:
             timers["restart" if call.func == engine._restart else "timer", id(call.args[0])] += 1
     found: dict[QueueRef, list[str]] = {}
     for ref, queue in engine._queues.items():
-        waiter = engine._waits.get(queue)
-        places = ["waiting"] if waiter is not None and waiter.places else []
+        places = ["waiting"] if queue.waiter is not None and queue.waiter.places else []
         places += ["full"] * queue.throttled + ["paused"] * queue.parked + ["timer"] * timers["timer", id(queue)]
         if queue.dropped:  # whatever was to pull it finds it closed; who begins it anew is what counts
             places = []

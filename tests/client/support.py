@@ -19,6 +19,7 @@ from mqstore.broker.broker import Broker
 from mqstore.client.push.pop import PopEngine
 from mqstore.client.push.workers import Workers
 from mqstore.client.waits import Waits
+from mqstore.log.store import MessageStore
 from tests import waiting
 from tests.log.support import open_store
 
@@ -166,6 +167,11 @@ def advance(broker: Broker, clock: SimulatedClock, consumers: Sequence[PushConsu
         clock.advance(max(1, due_ms - clock.now_ms()))
     clock.advance(max(0, until_ms - clock.now_ms()))
     settle(broker, clock, consumers)
+
+
+def open_broker(path: Path) -> Broker:
+    """Return a broker that has its threads, on a store of its own."""
+    return Broker(MessageStore(path))
 
 
 # -- inside -----------------------------------------------------------------------------------------------------------

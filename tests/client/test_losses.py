@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 
 from mqstore import QueueRef, Retention
-from mqstore.broker.names import QueueKey
-from mqstore.broker.reading import Reads
-from tests.broker.support import new_parts
 from tests.client.popsupport import BOTH, Bench, Push
-from tests.client.pushsupport import Told
+from tests.client.pushsupport import Told, commit_unchecked, note_losses
 from tests.log.support import flip
 
 Q = QueueRef("t", 0)
@@ -72,18 +69,6 @@ def test_push_consumer_reports_losses(bench: Bench, ordered: bool) -> None:
     push.consumer.stop()
 
 
-def test_one_of_several_members_reports(bench: Bench) -> None:
-    witness = Told()
-    deaf = bench.consumer()
-    members = [bench.consumer(interceptors=[witness]) for _ in range(2)]
-    first = put_and_lose(bench)
-    for member in (deaf, *members):
-        member.receive(wait=0)
-    assert witness.news == [("reset", Q, 0, first)]
-    for member in (deaf, *members):
-        member.close()
-
-
 def test_each_loss_is_reported_once(bench: Bench) -> None:
     witness = Told()
     consumer = bench.consumer(interceptors=[witness])
@@ -120,7 +105,7 @@ def test_popped_message_lost_before_redelivery_is_reported(bench: Bench) -> None
 def test_offset_beyond_the_end_is_reported(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     bench.broker.groups.create("g")
     bench.put(b"a")
-    bench.broker.offsets.commit(QueueKey("g", "t", 0), 99)
+    commit_unchecked(bench.broker, 99)
     witness = Told()
     consumer = bench.consumer(interceptors=[witness])
     with caplog.at_level(logging.ERROR, "mqstore"):
@@ -142,12 +127,8 @@ def test_direct_pop_queries_losses(bench: Bench) -> None:
     assert bench.broker.take_losses("reads") == ()
 
 
-def test_unqueried_losses_are_bounded(tmp_path: Path) -> None:
-    parts = new_parts(tmp_path / "other")
-    reads = Reads(parts)
-    for i in range(0, 6000, 2):
-        reads.note_loss(QueueKey("g", "t", 0), i, i + 1)
-    found = reads.take_losses("g")
+def test_losses_that_nobody_asks_for_are_bounded(bench: Bench) -> None:
+    note_losses(bench.broker, [(i, i + 1) for i in range(0, 6000, 2)])
+    found = bench.broker.take_losses("g")
     assert len(found) == 1024
     assert (found[-1].old, found[-1].new) == (5998, 5999)
-    parts.store.close()

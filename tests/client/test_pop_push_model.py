@@ -1,11 +1,13 @@
-"""State machine: push consumers in mode "pop", standard, in order, and with message groups side by side. Random puts,
-failures, members that come and go, pauses and kills, and from inside of handlers the same by other members.
+"""State machine: push consumers that pop, without order and in order, and ordered ones that own queues. Random puts,
+failures, members that come, go and hang, pauses, resets and kills, and from inside of handlers the same by other
+members.
 
 The model knows messages: how often each is to fail, how often it was begun, and what became of it. It asserts
-clients#invariants: nothing is lost, and nothing comes twice but for a crash (1), calls of a queue or message group
-never overlap, and none begins before its predecessors are settled (3), who always fails is handled `ATTEMPTS` times and
-is one dead letter (5), and when `stop` returns nothing runs or is leased (8). What was settled is in the log by then,
-so that a kill at any moment brings none of it again: progress in a file is not what pop goes on from.
+clients#invariants: nothing is lost, and nothing comes twice but for a crash (1), no position passes what is not done
+(2), calls of a queue never overlap, and none begins before its predecessors are settled (3), who always fails is
+handled `ATTEMPTS` times and is one dead letter (5), and when `stop` returns nothing runs or is leased (8). What was
+popped and settled is in the log by then, so that a kill at any moment brings none of it again. Owners of queues keep
+their progress in a file, so a kill may.
 """
 
 from __future__ import annotations
@@ -50,11 +52,12 @@ class Fate:
     begun: int = 0
     over: bool = False
     loose: bool = False
-    """A kill came between: of what was leased the attempt may count."""
+    """A kill, a hung member or a reset came between: what was in hand may have an attempt more."""
 
 
 class Standard(RuleBasedStateMachine):
     ordered = False
+    mode = "pop"
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,6 +70,7 @@ class Standard(RuleBasedStateMachine):
         """Who is in a handler, the innermost last."""
         self.busy: list[tuple[object, ...]] = []
         self.wrong: list[str] = []
+        self.positions_seen: dict[QueueRef, int] = {}
         self.paused = False
         self.join()
 
@@ -75,7 +79,7 @@ class Standard(RuleBasedStateMachine):
     def handle(self, push: Push, message: Message) -> None:
         body = int(message.body)
         fate = self.fates[body]
-        if fate.over:
+        if fate.over and not fate.loose:
             self.wrong.append(f"{body} came again when it was over")
         fate.begun += 1
         if message.attempt != fate.begun and not fate.loose:
@@ -147,6 +151,7 @@ class Standard(RuleBasedStateMachine):
             self.bench,
             lambda message: self.handle(push, message),
             ordered=self.ordered,
+            mode=self.mode,
             prefetch=prefetch,
             retry=RetryPolicy(ATTEMPTS, [1, 3]),
             start=False,
@@ -184,16 +189,36 @@ class Standard(RuleBasedStateMachine):
         for push in self.living:
             push.consumer.resume()
 
-    @rule()
-    def kill(self) -> None:
-        for push in self.living:
-            push.engine.halt()
-        self.bench.kill()
-        self.bench.open()
-        self.living.clear()
+    def loosen(self) -> None:
         for fate in self.fates:
             fate.loose = fate.loose or not fate.over
+
+    @precondition(lambda self: self.living)
+    @rule(pick=st.integers(0, 9))
+    def hang(self, pick: int) -> None:
+        """From now on this one does nothing, and nobody is told."""
+        del self.living[pick % len(self.living)]
+        if self.mode == "pop":
+            self.loosen()
+
+    @rule(graceful=st.booleans())
+    def reopen(self, graceful: bool) -> None:
+        if graceful:
+            for push in list(self.living):
+                self.stop(push)
+            self.bench.store.close()
+        else:
+            for push in self.living:
+                push.halt()
+            self.bench.kill()
+            self.loosen()
+            self.lose_progress()
+        self.bench.open()
+        self.living.clear()
         self.join()
+
+    def lose_progress(self) -> None:
+        """What a kill does to members that own queues."""
 
     @precondition(lambda self: self.living)
     @rule(pick=st.integers(0, 9), seconds=st.sampled_from([0, 0.5, 3, 25, 70]))
@@ -209,11 +234,14 @@ class Standard(RuleBasedStateMachine):
     @invariant()
     def positions(self) -> None:
         """clients#invariants. Without order what failed lies in the retry topic as well."""
-        committed = {QueueRef("t", i): self.bench.broker.committed("g", "t", i) or 0 for i in range(QUEUES)}
+        committed = self.committed()
         for body, fate in enumerate(self.fates):
             queue, offset = fate.place
             if not (fate.over or fate.begun or fate.loose) or (self.ordered and not fate.over and not fate.loose):
                 assert committed[queue] <= offset, f"{body} was passed over"
+
+    def committed(self) -> dict[QueueRef, int]:
+        return {QueueRef("t", i): self.bench.broker.committed("g", "t", i) or 0 for i in range(QUEUES)}
 
     def teardown(self) -> None:
         try:
@@ -238,7 +266,7 @@ class Standard(RuleBasedStateMachine):
         assert self.bench.broker.pending("g") == []
         for body, fate in enumerate(self.fates):
             assert fate.over or (fate.loose and letters[body]), f"{body} was lost"
-            assert letters[body] <= 1
+            assert letters[body] <= 1 or (fate.loose and self.mode == "queue")
             if not fate.loose:
                 expected = 1 if fate.fails == REJECTS else min(fate.fails + 1, ATTEMPTS)
                 assert fate.begun == expected
@@ -252,7 +280,39 @@ class InOrder(Standard):
     ordered = True
 
 
+class Owners(InOrder):
+    mode = "queue"
+
+    def lose_progress(self) -> None:
+        for fate in self.fates:
+            fate.loose = True
+        self.positions_seen.clear()
+
+    @rule(queue=st.integers(0, QUEUES - 1), back=st.integers(0, 4))
+    def reset(self, queue: int, back: int) -> None:
+        ref = QueueRef("t", queue)
+        self.others_run()
+        to = max(0, self.committed()[ref] - back)
+        self.bench.broker.reset("g", *ref, to)
+        self.bench.broker.save()  # otherwise a kill could take it back
+        for fate in self.fates:
+            if fate.place >= (ref, to) and fate.lane == (ref,):
+                fate.over, fate.loose = False, True
+        self.positions_seen[ref] = to
+        self.others_run()
+
+    @invariant()
+    def no_position_passes_what_is_not_over_or_goes_back(self) -> None:
+        committed = self.committed()
+        assert all(committed[ref] >= before for ref, before in self.positions_seen.items())
+        self.positions_seen = committed
+        for body, fate in enumerate(self.fates):
+            assert fate.over or committed[fate.place[0]] <= fate.place[1], f"{body} was passed over"
+
+
 TestStandard = Standard.TestCase
 TestStandard.settings = SOME
 TestInOrder = InOrder.TestCase
 TestInOrder.settings = SOME
+TestOwners = Owners.TestCase
+TestOwners.settings = SOME

@@ -59,9 +59,15 @@ def test_stop_in_a_signal_handler_during_stop_does_not_wait(store: Store, monkey
     assert again == [False]
 
 
-@pytest.mark.parametrize("mode", ["queue", "pop"])
-@pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("late", [None, ValueError("late")])
+@pytest.mark.parametrize(
+    ("mode", "ordered", "late"),
+    [
+        ("queue", False, None),
+        ("queue", True, ValueError("late")),
+        ("pop", False, ValueError("late")),
+        ("pop", True, None),
+    ],
+)
 def test_hanging_handler_is_void_and_the_rest_is_settled(
     store: Store, mode: Any, ordered: bool, late: Exception | None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -160,7 +166,7 @@ class Crowd:
             self.begun += 1
             self.let_go.wait(0.002)
 
-        store.put_many("busy", [b"x"] * 20_000, queue_id=0)
+        store.put_many("busy", [b"x"] * 3_000, queue_id=0)
         store.put("t", b"x")
         for i in range(hung):
             consumer = store.push_consumer(f"hung{i}", workers=1, **options)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mqstore import Message, PushConsumer, QueueRef, Reject, RetryPolicy
-from mqstore.broker.pop.orderinfo import BlockedQueue
 from tests.client.orderlysupport import Bench
 
 T0, T1 = QueueRef("t", 0), QueueRef("t", 1)
@@ -38,42 +37,40 @@ def failing(bench: Bench, body: str = "1", times: int = 1_000_000) -> Callable[[
     return handle
 
 
-def suspended(consumer: PushConsumer) -> dict[QueueRef, BlockedQueue]:
-    return dict(consumer.stats().suspended)
+Known = dict[QueueRef, tuple[Any, ...]]
+"""(offset, attempt, since_ms, error) by queue."""
+
+
+def known(bench: Bench) -> Known:
+    """What the broker says of the group."""
+    return {queue: astuple(each) for queue, each in bench.broker.suspended("g").items()}
+
+
+def suspended(consumer: PushConsumer) -> Known:
+    return {queue: astuple(each) for queue, each in consumer.stats().suspended.items()}
 
 
 @pytest.mark.parametrize("options", [*MODES, BROADCASTING])
 def test_a_queue_is_suspended_until_its_message_is_settled(bench: Bench, options: dict[str, Any]) -> None:
-    bench.put("0", "1", "2")
-    bench.put("a", "b", queue_id=1)
-    consumer = bench.join(handler=failing(bench, times=3), retry=RETRY, **options)
-    since_ms = bench.clock.now_ms()
-    bench.settle()
-    first = BlockedQueue(1, 1, since_ms, "KeyError: 'attempt 1'")
-    assert suspended(consumer) == {T0: first}
-    bench.advance(10)
-    assert suspended(consumer) == {T0: replace(first, attempt=2, error="KeyError: 'attempt 2'")}
-    bench.advance(10)
-    assert suspended(consumer) == {T0: replace(first, attempt=3, error="KeyError: 'attempt 3'")}
-
-    bench.advance(10)
-    assert bench.bodies[-1] == "2"
-    assert suspended(consumer) == {}
-
-
-@pytest.mark.parametrize("options", [*MODES, BROADCASTING])
-def test_a_queue_is_suspended_while_its_next_attempt_runs(bench: Bench, options: dict[str, Any]) -> None:
-    told: list[int] = []
+    during: list[tuple[Any, ...] | None] = []
 
     def handle(message: Message) -> None:
-        told.extend(each.attempt for each in suspended(consumer).values())
-        if message.attempt < 3:
-            raise ValueError("no")
+        if message.text() == "1":
+            during.append(suspended(consumer).get(T0))
+            if len(during) < 4:
+                raise KeyError(f"attempt {message.attempt}")
 
-    bench.put("0")
+    bench.put("0", "1", "2")
+    bench.put("a", "b", queue_id=1)
     consumer = bench.join(handler=handle, retry=RETRY, **options)
-    bench.advance(30)
-    assert told == [1, 2]
+    failures = [(1, i, bench.clock.now_ms(), f"KeyError: 'attempt {i}'") for i in (1, 2, 3)]
+    bench.settle()
+    for each in failures:
+        assert suspended(consumer) == {T0: each}
+        bench.advance(10)
+    assert bench.bodies[-1] == "2"
+    assert suspended(consumer) == {}
+    assert during == [None, *failures]  # also while the next attempt runs
 
 
 @pytest.mark.parametrize("options", [*MODES, BROADCASTING])
@@ -105,17 +102,16 @@ def test_it_is_known_after_a_restart(bench: Bench, options: dict[str, Any], kill
         bench.leave(first)
         bench.close()
     bench.open()
-    known = {T0: BlockedQueue(1, 1, since_ms, "KeyError: 'attempt 1'")}
-    assert bench.broker.suspended("g") == known
+    assert known(bench) == {T0: (1, 1, since_ms, "KeyError: 'attempt 1'")}
 
     bench.clock.advance(10_000)
     consumer = bench.join(handler=failing(bench), **options)
     bench.settle()
-    assert suspended(consumer) == {T0: BlockedQueue(1, 2, since_ms, "KeyError: 'attempt 2'")}
+    assert suspended(consumer) == {T0: (1, 2, since_ms, "KeyError: 'attempt 2'")}
     bench.leave(consumer)
     bench.close()
     bench.open()
-    assert bench.broker.suspended("g") == {T0: BlockedQueue(1, 2, since_ms, "KeyError: 'attempt 2'")}
+    assert known(bench) == {T0: (1, 2, since_ms, "KeyError: 'attempt 2'")}
 
     bench.join(**options)
     bench.advance(10)
@@ -134,7 +130,7 @@ def test_a_long_error_is_cut(bench: Bench, options: dict[str, Any]) -> None:
     bench.put("0")
     consumer = bench.join(handler=handle, retry=RETRY, **options)
     bench.settle()
-    assert suspended(consumer)[T0].error == "ValueError: " + "é" * 288
+    assert suspended(consumer)[T0][3] == "ValueError: " + "é" * 288
 
 
 @pytest.mark.parametrize("pops", [False, True])
@@ -150,7 +146,7 @@ def test_an_error_of_any_characters_is_kept(bench: Bench, pops: bool) -> None:
         bench.broker.note_attempt("g", "t", 0, 0, 1, error=error)
     bench.close()
     bench.open()
-    assert bench.broker.suspended("g")[T0].error == error
+    assert known(bench)[T0][3] == error
 
 
 @pytest.mark.parametrize("options", MODES)
@@ -188,12 +184,3 @@ def test_a_simple_consumer_in_order_suspends_its_queue(bench: Bench, fail: Calla
         fail(delivery)
         [each] = bench.broker.suspended("g").values()
         assert (each.offset, each.attempt, each.error) in [(0, 1, ""), (0, 1, "ValueError: no")]
-
-
-def test_without_order_nothing_is_suspended(bench: Bench) -> None:
-    bench.put("0")
-    for mode in ("queue", "pop"):
-        bench.join(mode, handler=failing(bench, "0"), group=mode, mode=mode, ordered=False, retry=RETRY)
-    bench.settle()
-    assert len(bench.calls) == 2
-    assert [bench.broker.suspended(group) for group in ("queue", "pop")] == [{}, {}]

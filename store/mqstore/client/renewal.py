@@ -2,7 +2,7 @@
 
     add ---> held ---- a third of the lease is left ---> renewed for a whole lease, the receipt stays valid
               |  \\---- it came too late --------------> no longer renewed, and logged
-              |  \\---- an error such as a full disk --> again after a second
+              |  \\---- an error such as a full disk --> again in the next run
               +----- remove
 
 A renewal is a record in the log, so it is made late: most deliveries are settled long before. Deliveries that came
@@ -24,7 +24,6 @@ from mqstore.signalsafe import Lock
 
 __all__ = ["Held", "Renewer"]
 
-AGAIN_MS = 1_000
 _message = attrgetter("message")
 
 
@@ -49,6 +48,16 @@ class Held:
 class Renewer:
     """Deliveries that one consumer of `group` holds, renewed for `visibility_ms` at a time.
     Thread-safe, except that only one thread at a time may call `run_once`.
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     _ = store.put("mail", b"hello")
+    ...     held = Held(store.broker.pop("mailer", "mail", invisible=60))
+    ...     renewer = Renewer(store.broker, "mailer", 60_000)
+    ...     renewer.add(held, 60_000)
+    ...     renewer.run_once(40_000)
+    ...     held.due_ms, len(renewer)
+    (80000, 1)
     """
 
     def __init__(self, broker: BrokerContract, group: str, visibility_ms: int, log: LimitedLog | None = None) -> None:
@@ -86,37 +95,33 @@ class Renewer:
             self._held.clear()
             self._count = 0
 
-    def run_once(self, now_ms: int) -> int | None:
-        """Renew the leases that are due. Return when to call again (monotonic ms), or None if nothing is held."""
+    def run_once(self, now_ms: int) -> None:
+        """Renew the leases that are due (monotonic ms). Call it several times in a third of a lease."""
         with self._lock:
             due = [held for held in self._held if held.due_ms <= now_ms]
         for held in due:
-            held.due_ms = self._renew(held, now_ms)
-        with self._lock:
-            return min((held.due_ms for held in self._held), default=None)
+            with self._lock:
+                deliveries = [(key, each) for key, each in held.deliveries.items() if key not in held.lost]
+            renewed = [self._renew(held, key, each) for key, each in deliveries]
+            if all(renewed):
+                held.due_ms = now_ms + self._visibility_ms - self._visibility_ms // 3
 
-    def _renew(self, held: Held, now_ms: int) -> int:
-        """Renew deliveries, and return when they are due again."""
-        due_ms = now_ms + self._visibility_ms - self._visibility_ms // 3
-        with self._lock:
-            deliveries = [(key, each) for key, each in held.deliveries.items() if key not in held.lost]
-        for key, each in deliveries:
-            if key not in held.deliveries:  # settled meanwhile
-                continue
-            name = f"{each.topic}/{each.queue_id}, offset {each.message.offset}"
-            try:
-                # Never wait for the disk: a power cut that loses the renewal also ends this consumer.
-                self._broker.renew(
-                    self._group, each.topic, each.receipt, self._visibility_ms / 1000, durability="append"
-                )
-            except (ReceiptExpiredError, InvalidReceiptError) as error:
-                if key in held.deliveries:
-                    held.lost.add(key)
-                    self._say(each.topic, f"{name} was lost before its handler ended", "lost", error)
-            except MQStoreError as error:
-                self._say(each.topic, f"{name} could not be renewed, again in a second", "not renewed", error)
-                due_ms = now_ms + AGAIN_MS
-        return due_ms
+    def _renew(self, held: Held, key: int, each: Delivery) -> bool:
+        """Renew a delivery. Return False if it must be tried again."""
+        if key not in held.deliveries:  # settled meanwhile
+            return True
+        name = f"{each.topic}/{each.queue_id}, offset {each.message.offset}"
+        try:
+            # Never wait for the disk: a power cut that loses the renewal also ends this consumer.
+            self._broker.renew(self._group, each.topic, each.receipt, self._visibility_ms / 1000, durability="append")
+        except (ReceiptExpiredError, InvalidReceiptError) as error:
+            if key in held.deliveries:
+                held.lost.add(key)
+                self._say(each.topic, f"{name} was lost before its handler ended", "lost", error)
+        except MQStoreError as error:
+            self._say(each.topic, f"{name} could not be renewed, and is tried again", "not renewed", error)
+            return False
+        return True
 
     def _say(self, topic: str, what: str, like: str, error: MQStoreError) -> None:
         self._log.say(logging.WARNING, what, at=topic, error=error, like=like)

@@ -9,25 +9,25 @@
 
 Each queue has exactly one pull: being made, submitted, or waiting for messages, for room, for `resume` or for a timer.
 Code that takes away one of these puts the next in its place.
-
-The file is long because rebalance and pull change the same state of a queue under one lock.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
+from mqstore.broker.names import retry_topic
 from mqstore.client.groupsettings import Progress, Start, place
 from mqstore.client.membership import Membership
 from mqstore.client.push.batches import Context
 from mqstore.client.push.handler_call import Subscription
 from mqstore.client.push.processqueue import ProcessQueue, QueueInfo
 from mqstore.client.push.workers import Flow, Worker
-from mqstore.contract import Filter, ReadResult, Waiter
+from mqstore.contract import Filter, ReadResult
 from mqstore.errors import (
     ConfigError,
     GroupInUseError,
@@ -47,67 +47,50 @@ __all__ = ["Assignment", "Service"]
 _log = logging.getLogger("mqstore")
 
 REBALANCE_MS = 20_000
-UNBALANCED_MS = 1_000
+LOOK_FAILED_MS = PULL_FAILED_MS = 1_000
 COMMIT_MS = 10
 """Time between two commits of a queue that is being worked on."""
 LOCK_FAILED_MS = 500
-RENEW_MS = 20_000
 SAVE_MS = 5_000
-PULL_FAILED_MS = 1_000
 HOLD_S = 15.0
 """Longest wait for messages. It ends every fault of a wake-up."""
 PULL_IDLE_MS = 120_000
 
 
 class Service(Protocol):
-    """Handling of the messages of a queue."""
+    """Handling of the messages of a queue: a `ChunkRunner`."""
 
     def accept(self, worker: Worker, queue: ProcessQueue, messages: Sequence[Message], idle: bool) -> Flow[None]:
         """Handle messages that were pulled and cached, on the worker that pulled them.
         The next pull is on its way. If `idle`, no worker is at the queue, and the service must see to it."""
 
-    def settle_done(self) -> None:
-        """Settle handled messages, although handlers of other messages are running."""
+    def settle_done(self) -> None: ...
 
 
 class Assignment:
     """Queues that one member has, from `start` to `close`."""
 
-    def __init__(
-        self,
-        context: Context,
-        *,
-        membership: Membership,
-        progress: Progress,
-        service: Service,
-        retries: str | None,
-    ) -> None:
-        """`retries` is the topic of the group's retries, or None for a client with its own offsets.
-        With `retries`, the retry topics of pop are read too, since the group may have popped before."""
+    def __init__(self, context: Context, membership: Membership, progress: Progress, service: Service) -> None:
         self.group = context.group
         self.membership = membership
         self.progress = progress
         self._broker = context.broker
-        self._clock = context.clock
+        self._clock = context.broker.clock
         self._workers = context.workers
         self._handling = context.handling
         self._hooks = context.handling.hooks
         self._service = service
         self._limits = context.limits
-        self._retries = retries
+        self._retries = None if context.broadcasting else retry_topic(context.group)
+        """Topic of the group's retries. A broadcasting client has none, and keeps its own offsets."""
         self._topics: frozenset[str] = frozenset()
-        """Names of the topics that are consumed."""
         self._lock = Lock()
         self._queues: dict[QueueRef, ProcessQueue] = {}
         self._leaving: dict[QueueRef, ProcessQueue] = {}
         """Closed queues whose handlers still run."""
-        self._waits: dict[ProcessQueue, Waiter] = {}
-        """Waiters of the queues that wait for messages."""
         self._paused = False
         self._paused_queues: set[QueueRef] = set()
-        self._halted = self._closed = False
-        self._stirred = False
-        self._full_times = 0
+        self._halted = self._closed = self._stirred = False
 
     # -- start and stop ---------------------------------------------------------------------------------------------
 
@@ -117,11 +100,9 @@ class Assignment:
         self.progress.reload()
         self._broker.listen("save", self.save)
         if self._paused:  # nothing is taken yet, but later messages are found
-            for share in self.membership.share().values():
-                for ref in share:
-                    self.progress.begin(ref)
+            for ref in chain.from_iterable(self.membership.share().values()):
+                self.progress.begin(ref)
         self._rebalance()
-        self._workers.later(RENEW_MS, partial(self._every, RENEW_MS, self._renew))
         self._workers.later(REBALANCE_MS, partial(self._every, REBALANCE_MS, self._sweep))
         if self._retries is None:
             self._workers.later(SAVE_MS, partial(self._every, SAVE_MS, self.save))
@@ -143,7 +124,7 @@ class Assignment:
         self._join(subscriptions)
         for queue in self._owned(()):  # queues that wait still use the old filters
             with queue.settling:
-                waiter = self._waits.pop(queue, None)
+                waiter, queue.waiter = queue.waiter, None
             if waiter is not None and self._broker.remove_waiter(waiter):
                 self._submit_pull(queue)
         self.request_rebalance()
@@ -159,14 +140,6 @@ class Assignment:
         subscription = self._handling.subscriptions.get(topic)
         return None if subscription is None else subscription.wanted.filter
 
-    def _pop_retries(self) -> Iterable[str]:
-        """Yield the retry topics that the group has from popping.
-        Members need not agree on them, since the owner of such a topic may change."""
-        if self._retries is None:
-            return
-        for topic in self._handling.subscriptions:
-            yield from self._broker.pop_retry_topics(self.group, topic)
-
     def request_rebalance(self) -> None:
         """Rebalance soon, since something has changed. Any thread may call it."""
         with self._lock:
@@ -176,7 +149,6 @@ class Assignment:
         self._workers.later(0, self._look)
 
     def halt(self) -> None:
-        """Start no more handlers and no more pulls."""
         with self._lock:
             self._halted = True
             queues = [*self._queues.values(), *self._leaving.values()]
@@ -215,8 +187,10 @@ class Assignment:
     # -- rebalance --------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Rebalance on the timer thread. If that fails, try again in a second."""
+        """Renew the locks and rebalance, on the timer thread. If that fails, try again in a second."""
         try:
+            lost = self.membership.renew()
+            self._lose([queue for queue in self._owned(()) if queue.queue in lost])
             self._rebalance()
         except StoreClosedError:
             return
@@ -224,7 +198,7 @@ class Assignment:
             self._handling.report(error, "dividing the queues failed, again in a second")
             if isinstance(error, GroupInUseError | SubscriptionConflictError):
                 self._lose(self._owned(()))  # the group has dropped us and refuses us: others have the queues now
-            self._workers.later(UNBALANCED_MS, self.request_rebalance)
+            self._workers.later(LOOK_FAILED_MS, self.request_rebalance)
 
     def _rebalance(self) -> None:
         with self._lock:
@@ -233,11 +207,12 @@ class Assignment:
                 return
         if self._paused:  # nothing moves; `resume` looks again (clients#broadcasting)
             return
-        topics = self._topics.union(self._pop_retries())
+        # Members need not agree on retry topics of popping, since the owner of such a topic may change.
+        subscribed = () if self._retries is None else self._handling.subscriptions
+        topics = self._topics.union(*(self._broker.pop_retry_topics(self.group, topic) for topic in subscribed))
         shares = self.membership.share(topics)
         with self._lock:
-            owned = dict(self._queues)
-            leaving = set(self._leaving)
+            owned, leaving = dict(self._queues), set(self._leaving)
         lost = [
             queue for ref, queue in owned.items() if ref.topic not in topics or ref not in shares.get(ref.topic, (ref,))
         ]
@@ -245,15 +220,14 @@ class Assignment:
             self._revoke(queue)
         wanted = {ref for share in shares.values() for ref in share}
         wanted -= owned.keys() | leaving
-        taken: set[QueueRef] = set()
         begun: set[QueueRef] = set()
         try:
-            taken = self.membership.take(wanted) if wanted else taken
-            begun.update(ref for ref in sorted(taken) if self._begin(ref))
+            if wanted:
+                begun.update(ref for ref in sorted(self.membership.take(wanted)) if self._begin(ref))
         finally:
             self._set_out(begun)
         if begun != wanted:
-            self._workers.later(LOCK_FAILED_MS if taken != wanted else UNBALANCED_MS, self.request_rebalance)
+            self._workers.later(LOCK_FAILED_MS, self.request_rebalance)
 
     def _begin(self, ref: QueueRef, offset: int | None = None, *, announce: bool = True) -> bool:
         """Own a queue whose lock we hold, for `_set_out`. Return False if it is released, to be tried later."""
@@ -319,25 +293,30 @@ class Assignment:
             self._leaving[queue.queue] = queue
         queue.restart_at = None
         self._close(queue)
-        self._gone(queue)
+        self._ended(queue)
 
     def _close(self, queue: ProcessQueue) -> None:
         with queue.settling:
             queue.closing = True
-        if (waiter := self._waits.pop(queue, None)) is not None:
+            waiter, queue.waiter = queue.waiter, None
+        if waiter is not None:
             self._broker.remove_waiter(waiter)
 
-    def _gone(self, queue: ProcessQueue) -> None:
-        """Release a closed queue on the timer thread, unless a worker is at it."""
+    def _ended(self, queue: ProcessQueue) -> None:
+        """Release or restart a closed queue, on the timer thread, unless a worker is at it."""
         with queue.settling:
-            if queue.running:  # `leave` comes back here
+            if queue.running:  # `release` comes back here
                 return
             with self._lock:
-                if self._leaving.get(queue.queue) is not queue:
-                    return
-                del self._leaving[queue.queue]
-            self._commit_rest(queue)
-            queue.dropped = True
+                leaves = self._leaving.get(queue.queue) is queue
+                if leaves:
+                    del self._leaving[queue.queue]
+            if leaves:
+                self._commit_rest(queue)
+                queue.dropped = True
+        if not leaves:
+            self._restart(queue)
+            return
         queue.clear()
         self.membership.give([queue.queue])
         self._notify_revoked([queue])
@@ -346,16 +325,6 @@ class Assignment:
     def _notify_revoked(self, queues: Sequence[ProcessQueue]) -> None:
         if told := frozenset(queue.queue for queue in queues if not queue.unannounced):
             self._hooks.notify(self._hooks.on_revoke, told)
-
-    def _ended(self, queue: ProcessQueue) -> None:
-        """Release or restart a closed queue, on the timer thread, after its last handler."""
-        self._gone(queue)
-        self._restart(queue)
-
-    def _renew(self) -> None:
-        """Renew the locks, on the timer thread."""
-        lost = self.membership.renew()
-        self._lose([queue for queue in self._owned(()) if queue.queue in lost])
 
     def _lose(self, queues: Sequence[ProcessQueue]) -> None:
         """Drop queues that another member already has. Our commits would set its offsets back."""
@@ -366,26 +335,25 @@ class Assignment:
             self._revoke(queue)
 
     def _sweep(self) -> None:
-        """Look every 20 s for changes that no event has reported."""
+        """Look every 20 s for changes that no event has reported. Locks come first: others take them after 60 s."""
+        self._look()
         for queue in self._owned(()):
             if queue.throttled:
                 self._ask_for_reset(queue)
-            elif self._clock.monotonic_ms() - queue.last_pull_ms <= PULL_IDLE_MS:
-                continue
-            elif not (queue.submitted or queue.parked or queue.paused or self._paused):
+            elif self._clock.monotonic_ms() - queue.last_pull_ms > PULL_IDLE_MS and not (
+                queue.submitted or queue.parked or queue.paused or self._paused
+            ):
                 _log.error("group %s: %s/%d was not pulled for two minutes; restarting it", self.group, *queue.queue)
                 self._revoke(queue)
-        self._look()
 
     def _ask_for_reset(self, queue: ProcessQueue) -> None:
         """Read once from a full queue to see if the group was reset.
         A full queue does not pull, so it would not notice. A reset may be meant to free it from stuck messages."""
-        if self.progress.committed(queue.queue) == queue.committed or self._retries is None:
-            return
-        offset = queue.next_offset
-        result = self._broker.read(*queue.queue, offset, 1, group=self.group)
-        if result.status == "OFFSET_RESET":
-            self._moved(queue, offset, result)
+        if self._retries is not None and self.progress.committed(queue.queue) != queue.committed:
+            offset = queue.next_offset
+            result = self._broker.read(*queue.queue, offset, 1, group=self.group)
+            if result.status == "OFFSET_RESET":
+                self._moved(queue, offset, result)
 
     # -- pulling ----------------------------------------------------------------------------------------------------
 
@@ -405,22 +373,13 @@ class Assignment:
                 return
         messages_max, bytes_max = queue.room()
         if not messages_max:
-            self._full_times += 1
-            if self._full_times % 1_000 == 1:
-                _log.info("group %s: prefetch of %s/%d is full", self.group, *queue.queue)
             if queue.begins_to_have_room():
                 self._submit_pull(queue)
             return
-        offset, topic = queue.next_offset, queue.queue.topic
+        offset, wanted = queue.next_offset, self._filter(queue.queue.topic)
         try:
             result = self._broker.read(
-                topic,
-                queue.queue.queue_id,
-                offset,
-                messages_max,
-                max_bytes=bytes_max,
-                filter=self._filter(topic),
-                group=self.group,
+                *queue.queue, offset, messages_max, max_bytes=bytes_max, filter=wanted, group=self.group
             )
             messages, idle = self._take_in(queue, offset, result, self._clock.monotonic_ms() - queue.last_pull_ms)
         except StoreClosedError:
@@ -433,10 +392,9 @@ class Assignment:
 
     def _pull_failed(self, queue: ProcessQueue, error: Exception) -> None:
         if isinstance(error, TopicNotFoundError | NotPermittedError | ConfigError):
-            self.request_rebalance()  # the topic was deleted or altered: rebalance
-        self._handling.log.say(
-            logging.ERROR, "cannot be read, again in a second", at=queue.queue, error=error, traceback=True
-        )
+            self.request_rebalance()  # the topic was deleted or altered
+        what = "cannot be read, again in a second"
+        self._handling.log.say(logging.ERROR, what, at=queue.queue, error=error, traceback=True)
         self._workers.later(PULL_FAILED_MS, partial(self._submit_pull, queue))
 
     def _take_in(
@@ -475,14 +433,13 @@ class Assignment:
                 self._commit(queue, queue.position())
 
     def _wait(self, queue: ProcessQueue) -> None:
-        """Pull again when a message has come."""
         ref = queue.queue
         # Under the lock: the callback may run, and the next pull park another waiter, before this one is stored.
         with queue.settling:
             if queue.closing:
                 return
             try:
-                self._waits[queue] = self._broker.add_waiter(
+                queue.waiter = self._broker.add_waiter(
                     *ref,
                     queue.next_offset,
                     lambda worth: self._submit_pull(queue),
@@ -502,9 +459,9 @@ class Assignment:
             say = _log.error if offset > result.max_offset else _log.warning
             say("group %s: %s/%d has no offset %d; it continues at %d", self.group, *queue.queue, offset, new)
         self._hooks.notify(self._hooks.on_offset_reset, queue.queue, offset, new)
-        self._begin_again(queue, new)
+        self.begin_again(queue, new)
 
-    def _begin_again(self, queue: ProcessQueue, offset: int, *, asked: bool = False) -> bool:
+    def begin_again(self, queue: ProcessQueue, offset: int, *, asked: bool = False) -> bool:
         """Restart a queue at `offset`. Return False if it is being given up or already restarted.
         In the second case `asked` replaces the offset, and this returns True."""
         with queue.settling:
@@ -518,10 +475,6 @@ class Assignment:
         if is_first:
             self._workers.later(0, partial(self._restart, queue))
         return True
-
-    def begin_again(self, queue: ProcessQueue) -> None:
-        """Pull again all messages that are not settled, because a caller has lost some."""
-        self._begin_again(queue, queue.position())
 
     def _restart(self, queue: ProcessQueue) -> None:
         with queue.settling, self._lock:
@@ -553,7 +506,6 @@ class Assignment:
             return True
 
     def release(self, queue: ProcessQueue) -> None:
-        """Note that a worker has left the queue."""
         with queue.settling:
             queue.running -= 1
             self._commit_rest(queue)
@@ -602,8 +554,6 @@ class Assignment:
     # -- manual control ---------------------------------------------------------------------------------------------
 
     def pause(self, queues: Sequence[QueueRef]) -> None:
-        """Stop pulling from these queues, or from all if none is named. They stay ours.
-        Cached messages are still handled."""
         with self._lock:  # a queue that begins now has seen this, or is found below
             self._paused = self._paused or not queues
             self._paused_queues.update(as_queue(ref) for ref in queues)
@@ -611,11 +561,9 @@ class Assignment:
             queue.paused = True
 
     def pause_as(self, other: Assignment) -> None:
-        """Pause the queues that are paused in `other`. Call it before `start`."""
         self._paused, self._paused_queues = other._paused, set(other._paused_queues)
 
     def resume(self, queues: Sequence[QueueRef]) -> None:
-        """Pull from these queues again, or from all if none is named."""
         with self._lock:
             self._paused = self._paused and bool(queues)
             self._paused_queues.difference_update([as_queue(ref) for ref in queues] or list(self._paused_queues))
@@ -638,12 +586,10 @@ class Assignment:
         return frozenset(queue.queue for queue in self._owned(()))
 
     def seek(self, ref: QueueRef, to: int | Start) -> None:
-        """Drop the cached messages of a queue and continue at another offset.
-        Raises ConfigError for a queue that is not ours, OffsetOutOfRangeError for an offset that it does not have."""
         if not (owned := self._owned([ref])):
             raise ConfigError(f"queue {ref.queue_id} of {ref.topic!r} is not assigned to this consumer now")
         offset = place(self._broker, ref, to)
-        if not self._begin_again(owned[0], offset, asked=True):
+        if not self.begin_again(owned[0], offset, asked=True):
             raise ConfigError(f"queue {ref.queue_id} of {ref.topic!r} is just being given up; nothing has changed")
         self.progress.save()  # a crash must not undo the seek
 

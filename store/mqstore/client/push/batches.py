@@ -8,16 +8,17 @@ Without order several workers may be at one chunk. Others are invited if handler
 thread for less work than that is a loss. The next tick corrects a wrong guess. In order one worker is at a
 chunk, and after a failure the owner decides if it continues (clients#concurrent, clients#orderly).
 
-A chunk knows neither queues nor receipts. Its owner does: for mode "queue" `ConcurrentService` or `OrderlyService`, for
-mode "pop" `PopEngine`.
+A chunk knows neither queues nor receipts. The subclasses of `ChunkRunner` do, and decide what becomes of its messages:
+for mode "queue" `ConcurrentService` or `OrderlyService`, for mode "pop" `PopEngine`.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -26,19 +27,18 @@ from typing import Generic, Protocol, TypeVar
 from mqstore.client.push.handler_call import Failure, Handling, Subscription
 from mqstore.client.push.processqueue import Limits
 from mqstore.client.push.workers import Flow, Worker, Workers
-from mqstore.clock import Clock
 from mqstore.contract import BrokerContract
 from mqstore.log.message import Message
 from mqstore.signalsafe import Lock
 
-__all__ = ["NOBODY_AGAIN_MS", "BatchSource", "Chunk", "ChunkOwner", "ChunkRunner", "Context", "next_of"]
+__all__ = ["NOBODY_AGAIN_MS", "BatchSource", "Chunk", "ChunkRunner", "Context", "next_of"]
 
 TICK_MS = 50
 IDLE_TICKS = 20
 """Number of ticks without work after which ticks end, so that an idle consumer does not wake."""
 
 T = TypeVar("T")
-
+C = TypeVar("C", bound="Chunk")
 
 SETTLE_S = 0.01
 """Longest time that a handled message waits to be settled together with others."""
@@ -47,8 +47,6 @@ WORTH_MS = 1.0
 NOBODY_AGAIN_MS = 1_000
 """Pause before looking again for a subscriber of messages that have none.
 By then their queue has usually left."""
-
-C = TypeVar("C", bound="Chunk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +63,6 @@ class Context:
     broadcasting: bool
     timeout_ms: int
     """`consume_timeout`."""
-
-    @property
-    def clock(self) -> Clock:
-        return self.broker.clock
 
 
 class BatchSource(Protocol):
@@ -104,7 +98,6 @@ class Chunk:
         return False
 
     def take_rest(self) -> list[Message]:
-        """Take all messages that are not started."""
         return next_of(self.items, len(self.items))
 
     def take_done(self) -> tuple[list[Message], float]:
@@ -117,81 +110,73 @@ class Chunk:
         return messages, took_ms
 
 
-class ChunkOwner(Protocol[C]):
-    """Decides about handled, failed and unwanted messages."""
-
-    def run(self, chunk: C, worker: Worker) -> Flow[None]:
-        """Handle the rest of a chunk in the worker, by `ChunkRunner.work`."""
-
-    def part(self, chunk: C, messages: Sequence[Message]) -> C:
-        """Return a chunk with `messages`, which were taken from `chunk`."""
-
-    def settle(self, chunk: C) -> bool:
-        """Settle the handled messages of a chunk. Return False if its worker must stop."""
-
-    def failed(self, chunk: C, messages: Sequence[Message], failure: Failure, each_ms: float) -> bool:
-        """Deal with messages that a handler failed at, `each_ms` milliseconds each.
-        Return False if the worker must stop."""
-
-    def unwanted(self, chunk: C, messages: Sequence[Message]) -> bool:
-        """Deal with messages of a topic without subscription. Return False if the worker must stop."""
-
-    def broke(self, chunk: C, error: Exception) -> None:
-        """Deal with the rest of a chunk after an error outside of handlers."""
-
-
-class ChunkRunner(Generic[C]):
+class ChunkRunner(ABC, Generic[C]):
     """Hands the messages of chunks to the handlers of one consumer, and detects handlers that take long
     (clients#overdue).
 
     a worker begins ---> a tick every 50 ms, until no worker was at anything for a second
-    at a tick            still in the call of the previous tick: its chunk is settled and shared, and `held_up(worker)`
-                         in one call for `consume_timeout`: logged, reported, cancelled if it can be, and then
-                         `overdue(chunk, messages)`
+    at a tick            still in the call of the previous tick: its chunk is settled and shared (`_held_up`)
+                         in one call for `consume_timeout`: logged and reported. Without order the call is cancelled if
+                         it can be, and then `overdue(chunk, messages)`
     """
 
-    def __init__(
-        self,
-        owner: ChunkOwner[C],
-        context: Context,
-        *,
-        then: str,
-        held_up: Callable[[Worker], object] = lambda worker: None,
-        overdue: Callable[[C, Sequence[Message]], object] | None = None,
-        decided: Callable[[C, list[Message], Failure, float], bool] | None = None,
-    ) -> None:
-        """`then` is the consequence for overdue messages, for the log. `held_up` and `overdue` are called on the timer
-        thread. Without `overdue` nothing is cancelled. `decided` is called as `failed` is, with COMMIT and ROLLBACK."""
-        self._owner = owner
+    def __init__(self, context: Context) -> None:
         self._context = context
+        self._broker = context.broker
+        self._clock = context.broker.clock
+        self._group = context.group
         self._workers = context.workers
         self._handling = context.handling
         self._ordered = context.ordered
-        self._then = then
-        self._tell_held_up = held_up
-        self._overdue = overdue
-        self._decided = decided
         self._at: dict[Worker, C | None] = dict.fromkeys(context.workers.all)
         """Chunk that each worker is at."""
         self._seen: dict[Worker, tuple[int, int]] = {}
         """Call that a worker was in at the last tick, and when that call was first seen."""
         self._lock = Lock()
-        """Guards the numbers of invited workers, and `_ticking`."""
+        """Guards the numbers of invited workers, `_ticking`, and the state of a `PopEngine`."""
         self._ticking = False
         self._idle_ticks = 0
         self._others = len(context.workers.all) - 1
         self.pace_ms = WORTH_MS
         """Recent average duration of a handler call. The first call may be slow."""
 
+    @abstractmethod
+    def run(self, chunk: C, worker: Worker) -> Flow[None]:
+        """Handle the rest of a chunk in the worker, by `work`."""
+
+    @abstractmethod
+    def part(self, chunk: C, messages: Sequence[Message]) -> C:
+        """Return a chunk with `messages`, which were taken from `chunk`."""
+
+    @abstractmethod
+    def settle(self, chunk: C) -> bool:
+        """Settle the handled messages of a chunk. Return False if its worker must stop."""
+
+    @abstractmethod
+    def failed(self, chunk: C, messages: Sequence[Message], failure: Failure, each_ms: float) -> bool:
+        """Deal with messages that a handler failed at, `each_ms` milliseconds each.
+        Return False if the worker must stop."""
+
+    @abstractmethod
+    def unwanted(self, chunk: C, messages: Sequence[Message]) -> bool:
+        """Deal with messages of a topic without subscription. Return False if the worker must stop."""
+
+    @abstractmethod
+    def broke(self, chunk: C, error: Exception) -> None:
+        """Deal with the rest of a chunk after an error outside of handlers."""
+
+    def overdue(self, chunk: C, messages: Sequence[Message]) -> None:
+        """Give up messages whose handler exceeded `consume_timeout`, on the timer thread. Not called if ordered."""
+
     def submit(self, chunk: C) -> None:
-        self._workers.submit(partial(self._owner.run, chunk))
+        self._workers.submit(partial(self.run, chunk))
 
     def begin(self, chunk: C, worker: Worker) -> Flow[None]:
         """Begin a chunk in a worker. If handlers are slow, ask other workers to help."""
         if not self._ordered:
             batches = -(-len(chunk.items) // self._context.batch_size)
             self._ask(chunk, min(batches - 1, int(batches * self.pace_ms / WORTH_MS)))
-        return self._owner.run(chunk, worker)
+        return self.run(chunk, worker)
 
     def _ask(self, chunk: C, number: int) -> None:
         """Invite workers until up to `number` are on their way to a chunk."""
@@ -204,12 +189,12 @@ class ChunkRunner(Generic[C]):
     def _come(self, chunk: C, worker: Worker) -> Flow[None]:
         with self._lock:
             chunk.invited -= 1
-        return self._owner.run(chunk, worker)
+        return self.run(chunk, worker)
 
     def settle_done(self) -> None:
         """Settle the handled messages of the chunks that workers are at. Their handlers may hang."""
         for chunk in list(filter(None, self._at.values())):
-            self._owner.settle(chunk)
+            self.settle(chunk)
 
     def _begin_ticks(self) -> None:
         with self._lock:
@@ -231,7 +216,7 @@ class ChunkRunner(Generic[C]):
 
     def _look(self) -> bool:
         """Look for workers that are in a call for long. Return True if any worker is at work."""
-        now_ms = self._context.clock.monotonic_ms()
+        now_ms = self._clock.monotonic_ms()
         seen, self._seen = self._seen, {}
         busy = False
         for worker, chunk in self._at.items():
@@ -255,13 +240,14 @@ class ChunkRunner(Generic[C]):
         if not messages:  # it has just ended
             return
         stack = worker.stack()
-        what = f"has been in its handler for {self._context.timeout_ms / 1000:g} s{self._then}"
+        then = ", and all later messages wait" if self._ordered else ", and is given up"
+        what = f"has been in its handler for {self._context.timeout_ms / 1000:g} s{then}"
         self._handling.log.say(logging.ERROR, what, at=messages, like=stack, stack=stack)
         for message in messages:
             self._handling.timed_out(message, stack, self._context.timeout_ms)
-        if self._overdue is None:
+        if self._ordered:  # the order of the queue depends on how this call ends
             return
-        overdue = partial(self._overdue, chunk, messages)
+        overdue = partial(self.overdue, chunk, messages)
         if (awaited := worker.awaits) is None:
             overdue()
         else:
@@ -270,10 +256,9 @@ class ChunkRunner(Generic[C]):
     def _held_up(self, worker: Worker, chunk: C) -> None:
         """Settle handled messages and share the rest of a chunk with other workers, on the timer thread."""
         if chunk.items or chunk.done:
-            self._owner.settle(chunk)
+            self.settle(chunk)
             if not self._ordered:
                 self._ask(chunk, len(chunk.items))
-        self._tell_held_up(worker)
 
     def work(self, chunk: C, worker: Worker) -> Flow[None]:
         """Hand the messages of a chunk to handlers, batch by batch, until there is a reason to stop."""
@@ -285,15 +270,15 @@ class ChunkRunner(Generic[C]):
             try:
                 yield from self._hand_out(chunk, worker)
             finally:
-                self._owner.settle(chunk)
+                self.settle(chunk)
         except Exception as error:
-            self._owner.broke(chunk, error)
+            self.broke(chunk, error)
         finally:
             worker.is_cancelled = self._at[worker] = None
             self._handling.suspects.release(chunk)
 
     def _hand_out(self, chunk: C, worker: Worker) -> Flow[None]:
-        owner, handling, size = self._owner, self._handling, self._context.batch_size
+        handling, size = self._handling, self._context.batch_size
         home, items, ordered = chunk.home, chunk.items, self._ordered
         watches, alone = handling.watches(), False
         each = chunk.apart or bool(handling.hooks.on_settle)
@@ -307,12 +292,12 @@ class ChunkRunner(Generic[C]):
                 subscriptions = handling.subscriptions
                 subscription = subscriptions.get(batch[0].topic) or subscriptions.get(chunk.topic)
             if subscription is None:
-                if owner.unwanted(chunk, batch):
+                if self.unwanted(chunk, batch):
                     continue
                 return
             if watches and (alone := handling.is_suspect(batch[0])) and not handling.suspects.is_in(chunk):
                 rest = chunk.take_rest() if ordered else []
-                part = owner.part(chunk, [*batch, *rest])
+                part = self.part(chunk, [*batch, *rest])
                 handling.in_turn(part, partial(self.submit, part))
                 continue
             try:
@@ -330,11 +315,11 @@ class ChunkRunner(Generic[C]):
                 handling.log.say(logging.WARNING, what, at=batch)
             elif failure is None:
                 chunk.done.append((batch, took_ms))
-            elif not self._failed(chunk, batch, failure, took_ms):
+            elif not self.concluded(chunk, batch, failure, took_ms):
                 return
             if each or worker.ended_at - settled_at >= SETTLE_S:
                 settled_at = worker.ended_at
-                if not owner.settle(chunk):
+                if not self.settle(chunk):
                     return
 
     def _of_one_call(self, chunk: C, batch: list[Message], watches: bool) -> list[Message]:
@@ -351,13 +336,11 @@ class ChunkRunner(Generic[C]):
         chunk.items.extendleft(reversed(batch[number:]))
         return batch[:number]
 
-    def _failed(self, chunk: C, batch: list[Message], failure: Failure, took_ms: float) -> bool:
-        """Settle the handled messages of a batch, and have its owner deal with the failed ones.
+    def concluded(self, chunk: C, batch: list[Message], failure: Failure, took_ms: float) -> bool:
+        """Settle the handled messages of a batch, and deal with the failed ones.
 
         In order no message after a failed one is done, and only the first failed one counts an attempt. A batch that
         failed without naming it is handed out again at once, one message at a time."""
-        if self._decided is not None and failure.kind in ("commit", "rollback"):
-            return self._decided(chunk, batch, failure, took_ms)
         if failure.kind == "rollback":
             self._handling.report(TypeError(failure.reason), "it failed", batch[0])
         failed, untried = failure.failed, failure.untried
@@ -376,7 +359,7 @@ class ChunkRunner(Generic[C]):
         if good:
             chunk.done.append((good, each_ms * len(good)))
         chunk.items.extendleft(reversed(untried))
-        return not failed or self._owner.failed(chunk, failed, failure, each_ms)
+        return not failed or self.failed(chunk, failed, failure, each_ms)
 
 
 def next_of(items: deque[T], number: int) -> list[T]:

@@ -1,7 +1,7 @@
 """Service that has many workers handle messages, in no order (clients#concurrent, clients#overdue).
 
 pulled ---> chunk ---> worker, and others as many as are worth waking ---> handler
-                             done      settled together (chunks.py)
+                             done      settled together (batches.py)
                              failed    sent back, and settled; if that fails, again here after 5 s
                              hung      after `consume_timeout` sent back and settled; its end counts for nothing
 """
@@ -19,7 +19,7 @@ from mqstore.broker.redelivery.attempt_journal import PROCESS_ENDED
 from mqstore.client.delivery import as_sent, shown
 from mqstore.client.interceptors import Settled
 from mqstore.client.push.assignment import Assignment
-from mqstore.client.push.batches import NOBODY_AGAIN_MS, Chunk, ChunkRunner, Context
+from mqstore.client.push.batches import NOBODY_AGAIN_MS, Chunk, ChunkRunner
 from mqstore.client.push.handler_call import Failure
 from mqstore.client.push.processqueue import ProcessQueue
 from mqstore.client.push.workers import Flow, Worker
@@ -57,18 +57,8 @@ class _Chunk(Chunk):
         return now < self.until
 
 
-class ConcurrentService:
-    def __init__(self, context: Context) -> None:
-        self.assignment: Assignment
-        self._broker = context.broker
-        self._group = context.group
-        self._workers = context.workers
-        self._handling = context.handling
-        self._timeout_ms = context.timeout_ms
-        self._broadcasting = context.broadcasting
-        self._runner: ChunkRunner[_Chunk] = ChunkRunner(
-            self, context, then="; it is sent back", overdue=self._time_is_up
-        )
+class ConcurrentService(ChunkRunner[_Chunk]):
+    assignment: Assignment
 
     def accept(self, worker: Worker, queue: ProcessQueue, messages: Sequence[Message], idle: bool) -> Flow[None]:
         if queue.attempts:
@@ -77,7 +67,7 @@ class ConcurrentService:
                 return
         if queue.retries:
             messages = [as_sent(message, self._group) for message in messages]
-        yield from self._runner.begin(_Chunk(queue, messages), worker)
+        yield from self.begin(_Chunk(queue, messages), worker)
 
     def _with_attempts(self, queue: ProcessQueue, messages: Sequence[Message]) -> Sequence[Message]:
         """Return the messages with the attempts that ended with a process counted in.
@@ -95,9 +85,6 @@ class ConcurrentService:
                 live.append(shown(message, message.topic, times))
         return live
 
-    def settle_done(self) -> None:
-        self._runner.settle_done()
-
     # -- a worker at a chunk ----------------------------------------------------------------------------------------
 
     def run(self, chunk: _Chunk, worker: Worker) -> Flow[None]:
@@ -105,7 +92,7 @@ class ConcurrentService:
             self._handling.suspects.release(chunk)
             return
         try:
-            yield from self._runner.work(chunk, worker)
+            yield from self.work(chunk, worker)
         finally:
             self.assignment.release(chunk.queue)
 
@@ -133,17 +120,18 @@ class ConcurrentService:
         The messages that the worker had would never be handled otherwise."""
         what = "settling or committing messages failed; restarting the queue"
         self._handling.report(error, what, chunk.queue.queue)
-        self._workers.later(NOBODY_AGAIN_MS, partial(self.assignment.begin_again, chunk.queue))
+        queue = chunk.queue
+        self._workers.later(NOBODY_AGAIN_MS, lambda: self.assignment.begin_again(queue, queue.position()))
 
     def _later(self, chunk: _Chunk, delay_ms: int) -> None:
-        self._workers.later(delay_ms, partial(self._runner.submit, chunk))
+        self._workers.later(delay_ms, partial(self.submit, chunk))
 
     # -- failed messages --------------------------------------------------------------------------------------------
 
     def failed(self, chunk: _Chunk, messages: Sequence[Message], failure: Failure, each_ms: float) -> bool:
         """Send the messages back, or pass over them."""
         for message in messages:
-            if self._broadcasting:
+            if self._context.broadcasting:
                 what = "it failed, and is passed over: broadcasting has no retries"
                 self._handling.log.say(logging.WARNING, what, at=message)
                 self._end(chunk.queue, message, "dlq", each_ms)
@@ -186,13 +174,13 @@ class ConcurrentService:
 
     # -- timeouts ---------------------------------------------------------------------------------------------------
 
-    def _time_is_up(self, chunk: _Chunk, messages: Sequence[Message]) -> None:
+    def overdue(self, chunk: _Chunk, messages: Sequence[Message]) -> None:
         """Send back messages that a handler has had for too long. Its result no longer counts."""
         for message in messages:
-            if self._broadcasting:
-                self._end(chunk.queue, message, "dlq", self._timeout_ms)
+            if self._context.broadcasting:
+                self._end(chunk.queue, message, "dlq", self._context.timeout_ms)
             else:
-                self._give_up(chunk.queue, message, "its handler hung", self._timeout_ms)
+                self._give_up(chunk.queue, message, "its handler hung", self._context.timeout_ms)
 
     def _give_up(
         self, queue: ProcessQueue, message: Message, reason: str, took_ms: float, delay_level: int = 0

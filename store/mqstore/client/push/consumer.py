@@ -29,14 +29,13 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
-from mqstore.broker.names import check_group, retry_topic
+from mqstore.broker.names import check_group
 from mqstore.broker.pop.orderinfo import OrderInfoTable
 from mqstore.client.allocation import Strategy, strategy_named
 from mqstore.client.consumerstats import ConsumerStats, QueueStats, topic_stats
 from mqstore.client.groupsettings import (
     GroupProgress,
     LocalProgress,
-    Progress,
     Start,
     check_order,
     check_start,
@@ -210,19 +209,16 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         self._notes: AttemptNotes | None = None
         """Notes of the messages in handlers, while it runs."""
         clock = broker.clock
-        self._workers = Workers(f"mqstore-{group}", clock, number, threads=not broker.own_clock)
-        self._workers.on_exit = self._exited
+        self._workers = Workers(f"mqstore-{group}", clock, number, self._exited, threads=not broker.own_clock)
         self._log = LimitedLog(f"group {group}", clock)
-        hooks = Interceptors(interceptors, self._log)
         self._handling = Handling(
+            broker,
             group,
-            clock,
             batch=batch_size > 1,
             ordered=ordered,
             one_queue=not pops,
-            interceptors=hooks,
+            interceptors=Interceptors(interceptors, self._log),
             on_error=on_error,
-            suspects=broker.begun.suspects,
         )
         self._start = start
         self._retry = retry
@@ -231,10 +227,9 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         self._check_group()
         suspend_ms = None if suspend is None else _milliseconds("suspend", suspend, 0.01, 60)
         chosen = strategy_named("avg" if strategy is None else strategy)
-        progress = None if pops else self._progress()
-
+        local = LocalProgress(broker, self.client_id, group, start) if broadcasting else None
+        progress = local or GroupProgress(broker, group, self.client_id, start)
         self._own: OrderInfoTable | None = None
-
         context = Context(
             broker,
             group,
@@ -248,36 +243,22 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         )
 
         def new_engine() -> Assignment | PopEngine:
-            if progress is None:
+            if pops:
                 return PopEngine(context, self.client_id, start=start, retry=retry)
-            service: ConcurrentService | OrderlyService
+            service: ConcurrentService | OrderlyService = ConcurrentService(context)
             if ordered:
                 service = OrderlyService(context, suspend_ms=suspend_ms, auto_commit=auto_commit)
                 self._own = service.own
-            else:
-                service = ConcurrentService(context)
-            seat = Membership(
-                broker,
-                group,
-                self.client_id,
-                self._mode,
-                chosen,
-                lambda: service.assignment.request_rebalance(),
-                retry=retry,
-            )
-            retries = None if broadcasting else retry_topic(group)
-            service.assignment = Assignment(
-                context, membership=seat, progress=progress, service=service, retries=retries
-            )
+
+            def changed() -> None:
+                service.assignment.request_rebalance()
+
+            seat = Membership(broker, group, self.client_id, self._mode, chosen, changed, retry=retry)
+            service.assignment = Assignment(context, seat, progress, service)
             return service.assignment
 
         self._new_engine = new_engine
         self._engine = new_engine()
-
-    def _progress(self) -> Progress:
-        if self._mode.broadcasting:
-            return LocalProgress(self._broker, self.client_id, self.group, self._start)
-        return GroupProgress(self._broker, self.group, self.client_id, self._start)
 
     def _check_group(self) -> None:
         """Raise an error if the group exists and must not be consumed in this way."""
@@ -372,9 +353,8 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         failed = self._engine
         failed.halt()
         try:
-            failed.close()
+            failed.close()  # its timers and jobs do nothing any more
         finally:
-            self._workers.forget()
             self._forget_notes()
             self._handling.suspects.desert(self._handling)
             self._engine = self._new_engine()

@@ -1,11 +1,7 @@
 """Calls of a handler, and the meaning of its end (clients#handler-end).
 
     returns                    None                     done
-    returns work not started   Failure("retry")         again, as for an exception (handlers.py)
-    Retry(delay)               Failure("retry", delay)  again
-    Reject(reason)             Failure("reject")        to the dead letters
-    BatchFailure(failed)       Failure("retry", failed) those again, the rest is done
-    another Exception          Failure("retry")         again; logged with its traceback, passed to `on_error`
+    raises an Exception        Failure                  again, or a dead letter, as handlers.py says
     SystemExit, Ctrl-C         passes                   nothing is settled, the consumer stops
 
 The caller deals with a failure.
@@ -17,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, Final, Literal
 
 from mqstore.broker.admin.statistics import Statistics
@@ -26,8 +23,7 @@ from mqstore.client.interceptors import DeliveryResult, Interceptors, Settled
 from mqstore.client.limitedlog import text_of
 from mqstore.client.push.handlers import COMMIT, BatchFailure, Decision, Reject, Retry, check_has_run, retry_delay
 from mqstore.client.push.workers import Awaited, Flow, Worker
-from mqstore.clock import Clock
-from mqstore.contract import Address, Suspects
+from mqstore.contract import Address, BrokerContract
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 
@@ -53,6 +49,12 @@ PULL_US: Final = "PULL_US"
 """Microseconds in pulls that found messages."""
 
 OnError = Callable[[BaseException, Message | None], object]
+_OUTCOMES: Final[tuple[tuple[Any, Literal["success", "retry", "reject", "exception"]], ...]] = (
+    (NoneType, "success"),
+    (Retry | BatchFailure, "retry"),
+    (Reject, "reject"),
+    (Exception, "exception"),
+)
 Ended = tuple["Failure | None", float]
 """Failure of a call, or None for success, and its duration in milliseconds."""
 
@@ -82,25 +84,24 @@ class Handling:
 
     def __init__(
         self,
+        broker: BrokerContract,
         group: str,
-        clock: Clock,
         *,
         batch: bool,
         ordered: bool,
-        one_queue: bool = False,
+        one_queue: bool,
         interceptors: Interceptors,
-        on_error: OnError | None = None,
-        suspects: Suspects | None = None,
+        on_error: OnError | None,
     ) -> None:
         """With `batch` handlers take sequences of messages, else one message.
         With `ordered` a handler that timed out counts when it ends. With `one_queue` the messages of a call are of one
-        queue, ascending. Messages in `suspects` are handled one at a time."""
+        queue, ascending."""
         self.group = group
         self.hooks = interceptors
         self._around, self._after = interceptors.around_consume, interceptors.after_consume
         self.log = interceptors.log
         """Log for all that is said of messages."""
-        self.statistics = Statistics(clock)
+        self.statistics = Statistics(broker.clock)
         """Counters below, by topic."""
         self.subscriptions: Mapping[str, Subscription] = {}
         """Subscriptions by topic. The table is replaced, never changed."""
@@ -108,7 +109,7 @@ class Handling:
         self._ordered = ordered
         self._note = note_run if one_queue else note
         self._on_error = on_error
-        self.suspects = Suspects() if suspects is None else suspects
+        self.suspects = broker.begun.suspects
         """Messages of which only one at a time may be in a handler."""
         self._is_closed = False
 
@@ -125,7 +126,7 @@ class Handling:
 
     def in_turn(self, key: object, turn: Callable[[], object]) -> None:
         """Call `turn()`, now or later, once `key` may have a suspected message handled.
-        `has_handled` or `leave` must follow."""
+        `has_handled` or `suspects.release` must follow."""
         self.suspects.come(key, self, turn)
         if self._is_closed:  # a late worker of a stopped consumer: its turn would never end
             self.suspects.desert(self)
@@ -154,6 +155,7 @@ class Handling:
             worker.messages = messages
             worker.cells[0] = messages[0].physical_offset
         result: Any = None
+        raised: Exception | None = None
         begin = time.perf_counter()
         try:
             if self._around:
@@ -171,17 +173,14 @@ class Handling:
                     return self._rest(worker, subscription, messages, begin, result)
                 result = check_has_run(result)
         except Exception as error:
-            worker.end()
-            worker.ended_at = time.perf_counter()  # without the time of reporting
-            took_ms = (worker.ended_at - begin) * 1000
-            if self._after:
-                self._consumed(worker, messages, took_ms, error)
-            return self._failure(error, messages), took_ms
+            raised = error
         worker.end()
-        worker.ended_at = ended_at = time.perf_counter()
+        worker.ended_at = ended_at = time.perf_counter()  # before reporting, which may take time
         took_ms = (ended_at - begin) * 1000
         if self._after:
-            self._consumed(worker, messages, took_ms, None)
+            self._consumed(worker, messages, took_ms, raised)
+        if raised is not None:
+            return self._failure(raised, messages), took_ms
         return None if result is None else _decided(result), took_ms
 
     def _rest(
@@ -202,15 +201,8 @@ class Handling:
         A call that timed out has been reported already, and counts only in order."""
         if worker.lapsed == worker.calls and not self._ordered:
             return
-        outcome: Literal["success", "retry", "reject", "exception"] = "exception"
-        if error is None:
-            outcome = "success"
-        elif isinstance(error, Retry | BatchFailure):
-            outcome = "retry"
-        elif isinstance(error, Reject):
-            outcome = "reject"
-        took_s = took_ms / 1000
-        consumed = DeliveryResult(self.group, messages[0].topic, tuple(messages), outcome, took_s, error)
+        outcome = next(outcome for kinds, outcome in _OUTCOMES if isinstance(error, kinds))
+        consumed = DeliveryResult(self.group, messages[0].topic, tuple(messages), outcome, took_ms / 1000, error)
         self.hooks.notify(self._after, consumed)
 
     def timed_out(self, message: Message, stack: str, timeout_ms: int) -> None:
@@ -227,7 +219,7 @@ class Handling:
         if isinstance(error, Retry):
             return Failure("retry", text_of(error), retry_delay(error))
         if isinstance(error, Reject):
-            return Failure("reject", text_of(_of(error, "reason") or "") or "rejected by its handler")
+            return Failure("reject", text_of(getattr(error, "reason", "") or "") or "rejected by its handler")
         if isinstance(error, BatchFailure):
             named = _named(messages, error)
             if named is not None:
@@ -264,7 +256,6 @@ class Handling:
             self.hooks.notify(self.hooks.on_settle, message, outcome, took_ms / 1000)
 
     def pulled(self, topic: str, messages: int, took_ms: float) -> None:
-        """Count a pull that found messages."""
         self.statistics.add_many(((PULL, topic, messages, 1), (PULL_US, topic, int(took_ms * 1000), 1)))
 
 
@@ -273,14 +264,6 @@ def _decided(decision: Decision | None) -> Failure | None:
     if decision is None:
         return None
     return Failure(decision.value, "ROLLBACK needs auto_commit=False", failed=() if decision is COMMIT else None)
-
-
-def _of(error: Exception, name: str) -> Any:
-    """Return an attribute of an exception, or None if it is missing or fails."""
-    try:
-        return getattr(error, name, None)
-    except Exception:
-        return None
 
 
 def _named(messages: Sequence[Message], error: BatchFailure) -> list[tuple[Message, ...]] | None:

@@ -1,12 +1,7 @@
 """Checks for handlers that would not run when they are called (clients#handler-end), and exceptions that they raise.
 
-                             before it is called       result of a call
-    coroutine function       refused, but by aio       a coroutine: aio awaits it, elsewhere it has not run
-    generator function       refused                   a generator: has not run
-    of another number of
-    arguments                refused                   never called
-    returns one of these     not detectable            likewise
-    anything else            taken                     not looked at
+A coroutine function is refused before it is called, except in aio. So is a generator function, or a function of
+another number of arguments. A call that returns a coroutine or a generator has failed.
 
 A caller of such a function gets an object, and no work is done. A message acknowledged for that would be lost.
 

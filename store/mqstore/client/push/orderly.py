@@ -3,7 +3,7 @@
     task of a queue:   closing                          end
                        at it for longer than a slice    continue after others had their turn
                        take a line; none                end: the next pull begins a new task
-                       handler ---> done                continue, and settle together (chunks.py)
+                       handler ---> done                continue, and settle together (batches.py)
                                |--> failed, tries left  settle, the rest back to the front; the queue is suspended
                                +--> failed, none left   settle, dead-letter it, settle that; continue
                        without `auto_commit`: done      nothing is settled before COMMIT; ROLLBACK puts all of it back
@@ -64,22 +64,14 @@ class _Line(Chunk):
         """True if the queue continues with a part of this line, when a suspected message may begin."""
 
 
-class OrderlyService:
+class OrderlyService(ChunkRunner[_Line]):
+    assignment: Assignment
+
     def __init__(self, context: Context, *, suspend_ms: int | None, auto_commit: bool) -> None:
         """With `suspend_ms` None the delays of the group's retry policy are used."""
-        self.assignment: Assignment
-        self._broker = context.broker
-        self._group = context.group
-        self._workers = context.workers
-        self._handling = context.handling
+        super().__init__(context)
         self._suspend_ms = suspend_ms
-        self._broadcasting = context.broadcasting
         self._auto_commit = auto_commit
-        self._clock = context.clock
-        decided = None if auto_commit else self._decided
-        self._runner: ChunkRunner[_Line] = ChunkRunner(
-            self, context, then=", and all later messages wait", decided=decided
-        )
         self.own = OrderInfoTable() if context.broadcasting else None
         """Failed attempts of a broadcasting consumer. The broker keeps those of a group."""
 
@@ -89,9 +81,6 @@ class OrderlyService:
 
     def _resubmit(self, queue: ProcessQueue, delay_ms: int) -> None:
         self._workers.later(delay_ms, partial(self._workers.submit, partial(self._begin, queue)))
-
-    def settle_done(self) -> None:
-        self._runner.settle_done()
 
     def _begin(self, queue: ProcessQueue, worker: Worker) -> Flow[None]:
         line = self._next_line(queue)
@@ -126,7 +115,7 @@ class OrderlyService:
                 if line.failed and self._has_had_its_last(line.items[0]):
                     self._give_up_first(line)
                 else:
-                    yield from self._runner.work(line, worker)
+                    yield from self.work(line, worker)
                 queue.alone_to = line.alone_to
                 if line.parted:
                     return
@@ -156,8 +145,10 @@ class OrderlyService:
             self._handling.settled(done, "ack", took_ms)
         return not self._has_had_its_slice(line)
 
-    def _decided(self, line: _Line, messages: list[Message], decision: Failure, took_ms: float) -> bool:
+    def concluded(self, line: _Line, messages: list[Message], decision: Failure, took_ms: float) -> bool:
         """Settle or put back all messages that were handled since the last decision, with these."""
+        if self._auto_commit or decision.kind not in ("commit", "rollback"):
+            return super().concluded(line, messages, decision, took_ms)
         if decision.kind == "rollback":
             self._roll_back(line, self._pause_ms(decision, messages[0]))
             return False
@@ -238,7 +229,7 @@ class OrderlyService:
         why = failure.reason
         if failure.kind != "reject":
             why = f"attempt {message.attempt} failed: {why}"
-        if self._broadcasting:
+        if self._context.broadcasting:
             self._handling.log.say(
                 logging.WARNING, f"it is passed over: {why}", at=message, like=("passed over", failure.kind)
             )

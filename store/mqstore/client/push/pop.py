@@ -12,7 +12,7 @@
 
 Failures wait in the engine, not here. There a crash does not lose their attempts, and meanwhile no worker and no
 message is held. Leases of unsettled messages are renewed (renewal.py). A settlement that fails, because the disk is
-full, is tried again after 0.1 to 1 s until the consumer stops. The next one of its line begins when it has succeeded.
+full, is tried again every second until the consumer stops. The next one of its line begins when it has succeeded.
 
 The class is long because fetching, handling and settling share one lock and the room that is left.
 """
@@ -39,16 +39,20 @@ from mqstore.client.push.processqueue import QueueInfo
 from mqstore.client.push.workers import Flow, Worker
 from mqstore.client.renewal import Held, Renewer
 from mqstore.contract import MAX_BATCH, Delivery, RetryPolicy, Start
-from mqstore.contract import Delivery as Popped
 from mqstore.errors import ConfigError, InvalidReceiptError, MQStoreError, ReceiptExpiredError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message, stored_bytes
-from mqstore.signalsafe import Lock
 
-__all__ = ["SETTLE_AGAIN_MAX_MS", "PopEngine", "Settling", "Unit"]
+__all__ = ["PopEngine"]
 
-SETTLE_AGAIN_MS, SETTLE_AGAIN_MAX_MS = 100, 1_000
-_receipt = attrgetter("receipt")
+VISIBILITY_MS = 60_000
+RENEW_MS = 5_000
+HOLD_MS = 20_000
+"""Time within which fetched messages should begin, so that almost no lease is renewed before."""
+FETCH_MAX = 256
+FETCH_AGAIN_MS = SETTLE_AGAIN_MS = 1_000
+SUSPEND_MIN_S, SUSPEND_MAX_S, DELAY_MAX_S = 0.01, 60.0, 12 * 3600.0
+_receipt, _queue = attrgetter("receipt"), attrgetter("message.queue")
 
 
 class Unit(Chunk):
@@ -64,10 +68,6 @@ class Unit(Chunk):
         super().__init__(home, topic, held.messages() if messages is None else messages, apart=ordered)
         self.held = held
 
-    def delivery(self, message: Message) -> Delivery:
-        """Return the delivery of a message that is not settled."""
-        return self.held.deliveries[id(message)]
-
     def receipts(self, messages: Sequence[Message]) -> list[str]:
         """Return the receipts of messages that are not settled."""
         return list(map(_receipt, map(self.held.deliveries.__getitem__, map(id, messages))))
@@ -76,51 +76,27 @@ class Unit(Chunk):
 class Settling:
     """Settlement steps that run in order, each until it succeeds."""
 
-    __slots__ = ("delay_ms", "steps", "unit")
+    __slots__ = ("steps", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.steps: deque[tuple[Callable[[], Settled], Sequence[Message], float]] = deque()
         """Tuples (function, messages, milliseconds that their handlers took)."""
-        self.delay_ms = SETTLE_AGAIN_MS
 
 
-VISIBILITY_MS = 60_000
-HOLD_MS = 20_000
-"""Time within which fetched messages should begin, so that almost no lease is renewed before."""
-FETCH_MAX = 256
-FETCH_AGAIN_MS = 1_000
-_QUEUE = attrgetter("message.queue")
-SUSPEND_MIN_S, SUSPEND_MAX_S, DELAY_MAX_S = 0.01, 60.0, 12 * 3600.0
-
-
-class PopEngine:
+class PopEngine(ChunkRunner[Unit]):
     """Fetches, handles and settles messages by the workers of one push consumer."""
 
     def __init__(self, context: Context, client_id: str, *, start: Start | None, retry: RetryPolicy | None) -> None:
-        self._context = context
-        self._broker = broker = context.broker
-        self._group = group = context.group
-        self._workers = context.workers
-        self._handling = handling = context.handling
-        self._ordered = ordered = context.ordered
+        super().__init__(context)
+        broker, group, ordered, handling = context.broker, context.group, context.ordered, context.handling
         self._limits = context.limits
-        self._clock = context.clock
-        self._runner: ChunkRunner[Unit] = ChunkRunner(
-            self,
-            context,
-            then=", and its queue waits" if ordered else ", and is redelivered",
-            held_up=self._hand_over,
-            overdue=None if ordered else self._time_is_up,
-        )
         self._source = PopSource(
             broker, group, client_id, ordered=ordered, start=start, retry=retry, on_loss=handling.hooks.loss_teller()
         )
         self.closing = False
         self.dropped = False
-        """States of a `BatchSource` (chunks.py)."""
-        self._lock = Lock()
-        """Guards the attributes below, except the renewer's."""
+        """States of a `BatchSource`. The lock guards them and the attributes below, except the renewer's."""
         self._units: dict[Unit, None] = {}
         """Units with messages that were not started."""
         self._size = 0
@@ -135,8 +111,6 @@ class PopEngine:
         self._settlings: dict[Settling, None] = {}
         """Settlements that wait to be tried again."""
         self._renewer = Renewer(broker, group, VISIBILITY_MS, handling.log)
-        self._renew_ms: int | None = None
-        """Time at which the renewer's timer is due."""
 
     # -- the engine of a push consumer ------------------------------------------------------------------------------
 
@@ -144,7 +118,8 @@ class PopEngine:
         """Join the group. Raises GroupInUseError, SubscriptionConflictError or NotPermittedError."""
         self._source.change(self._wanted(subscriptions), join=True)
         self._handling.subscriptions = subscriptions
-        self._broker.listen("save", self._runner.settle_done)
+        self._broker.listen("save", self.settle_done)
+        self._workers.later(RENEW_MS, self._renew)
         self._rouse()
 
     def subscribe(self, subscriptions: Mapping[str, Subscription]) -> None:
@@ -158,15 +133,14 @@ class PopEngine:
         return {topic: each.wanted for topic, each in subscriptions.items()}
 
     def halt(self) -> None:
-        """Begin no more messages."""
         with self._lock:
             self.closing = True
         self._source.waits.ring()
 
     def close(self) -> None:
         """Release messages that were not started, try once more to settle the others, and leave the group."""
-        self._broker.unlisten("save", self._runner.settle_done)
-        self._runner.settle_done()
+        self._broker.unlisten("save", self.settle_done)
+        self.settle_done()
         with self._lock:
             self.closing = self.dropped = True
             settlings, self._settlings = list(self._settlings), {}
@@ -200,13 +174,11 @@ class PopEngine:
             raise ConfigError("a consumer in mode 'pop' owns no queues: pause or resume all, without arguments")
 
     def seek(self, ref: QueueRef, to: int | Start) -> None:
-        """Raise ConfigError: no queue is assigned."""
         raise ConfigError(
             f"{ref}: a consumer in mode 'pop' has no positions; broker.reset(group, ...) sets the group's"
         )
 
     def owned(self) -> frozenset[QueueRef]:
-        """Return nothing: no queue is owned."""
         return frozenset()
 
     def infos(self) -> list[tuple[QueueInfo, int | None]]:
@@ -239,7 +211,7 @@ class PopEngine:
         while room := self._begin_fetch(token, worker):
             generation = waits.generation  # before the look, so that later changes end the wait
             begin = time.perf_counter()
-            found: list[Popped] = []
+            found: list[Delivery] = []
             try:
                 topics = self._source.topics(ticket)
                 found = [] if topics is None else self._source.look(topics, ticket, room, VISIBILITY_MS / 1000)
@@ -260,12 +232,12 @@ class PopEngine:
                 self._workers.later(FETCH_AGAIN_MS, self._rouse)
                 return
             for unit in units[1:]:
-                self._workers.submit(partial(self._runner.begin, unit))
-            if units and len(self._workers.all) > 1 and self._runner.pace_ms > WORTH_MS:
+                self._workers.submit(partial(self.begin, unit))
+            if units and len(self._workers.all) > 1 and self.pace_ms > WORTH_MS:
                 self._hand_over(worker)
             try:
                 if units:
-                    yield from self._runner.begin(units[0], worker)
+                    yield from self.begin(units[0], worker)
             except BaseException:
                 self._end_fetch(token)
                 self._workers.later(FETCH_AGAIN_MS, self._rouse)
@@ -295,12 +267,12 @@ class PopEngine:
 
     def _capacity(self) -> int:
         """Return how many messages to hold: as many as the workers are likely to begin soon."""
-        each = max(2, int(HOLD_MS / max(self._runner.pace_ms, 0.01)))
+        each = max(2, int(HOLD_MS / max(self.pace_ms, 0.01)))
         return min(self._limits.messages, each * len(self._workers.all) * self._context.batch_size)
 
-    def _take_in(self, found: list[Popped], took_ms: float) -> list[Unit]:
-        groups: dict[tuple[str, str | int], list[Popped]] = {}
-        for (topic, _), together in groupby(found, _QUEUE):
+    def _take_in(self, found: list[Delivery], took_ms: float) -> list[Unit]:
+        groups: dict[tuple[str, str | int], list[Delivery]] = {}
+        for (topic, _), together in groupby(found, _queue):
             if not self._ordered and not is_retry_topic(topic):  # usually a whole pop
                 groups.setdefault((topic, topic), []).extend(together)
                 continue
@@ -326,7 +298,6 @@ class PopEngine:
             return []
         for unit in units:
             self._handling.pulled(unit.topic, len(unit.items), took_ms)
-        self._renew_at(expires_ms - VISIBILITY_MS // 3)
         if self._handling.hooks.on_receive:
             self._leave_out(units)
         return [unit for unit in units if unit.items]
@@ -347,11 +318,11 @@ class PopEngine:
                     self._handling.log.say(logging.WARNING, what, at=out, error=error)
                 self._forget(unit, out)
 
-    # -- as the owner of units (chunks.py) ----------------------------------------------------------------------------
+    # -- units ------------------------------------------------------------------------------------------------------
 
     def run(self, unit: Unit, worker: Worker) -> Flow[None]:
         try:
-            yield from self._runner.work(unit, worker)
+            yield from self.work(unit, worker)
         finally:
             if self.closing:
                 self._release(unit, unit.take_rest())
@@ -400,7 +371,7 @@ class PopEngine:
         return "ack"
 
     def _fail(self, unit: Unit, message: Message, failure: Failure) -> Settled:
-        delivery = unit.delivery(message)
+        delivery = unit.held.deliveries[id(message)]
         if failure.kind == "reject":
             self._broker.dead_letter(self._group, delivery.topic, delivery.receipt, failure.reason)
             return "dlq"
@@ -437,19 +408,15 @@ class PopEngine:
                     log.say(logging.ERROR, "it is not settled, and is redelivered", at=messages[0], error=error)
                     return False
                 self._handling.report(error, "it cannot be settled yet", messages[0])
-                self._try_again(settling)
+                with self._lock:
+                    self._settlings[settling] = None
+                self._workers.later(SETTLE_AGAIN_MS, partial(self._workers.submit, partial(self._again, settling)))
                 return False
             settling.steps.popleft()
             self._forget(unit, messages)
             if told:
                 self._handling.settled(told, outcome, took_ms)
         return True
-
-    def _try_again(self, settling: Settling) -> None:
-        with self._lock:
-            self._settlings[settling] = None
-        delay_ms, settling.delay_ms = settling.delay_ms, min(2 * settling.delay_ms, SETTLE_AGAIN_MAX_MS)
-        self._workers.later(delay_ms, partial(self._workers.submit, partial(self._again, settling)))
 
     def _again(self, settling: Settling, worker: Worker) -> Flow[None]:
         with self._lock:
@@ -480,27 +447,18 @@ class PopEngine:
 
     # -- time -------------------------------------------------------------------------------------------------------
 
-    def _renew_at(self, due_ms: int) -> None:
-        """Have the renewer run at that time, unless it runs before."""
-        with self._lock:
-            if self.dropped or (self._renew_ms is not None and self._renew_ms <= due_ms):
-                return
-            self._renew_ms = due_ms
-        self._workers.later(due_ms - self._clock.monotonic_ms(), partial(self._renew, due_ms))
+    def _renew(self) -> None:
+        """Renew leases that are due, on the timer thread."""
+        if not self.dropped:
+            self._workers.later(RENEW_MS, self._renew)  # first, so that no error ends it
+            self._renewer.run_once(self._clock.monotonic_ms())
 
-    def _renew(self, due_ms: int) -> None:
-        """Run the renewer on the timer thread."""
-        with self._lock:
-            if self._renew_ms != due_ms:
-                return  # an earlier timer is set
-            self._renew_ms = None
-        next_ms = self._renewer.run_once(self._clock.monotonic_ms())
-        if next_ms is not None:
-            self._renew_at(next_ms)
-
-    def _time_is_up(self, unit: Unit, messages: Sequence[Message]) -> None:
-        """Give up messages whose handlers exceeded `consume_timeout`."""
+    def overdue(self, unit: Unit, messages: Sequence[Message]) -> None:
         self.failed(unit, messages, Failure("retry", "its handler hung"), self._context.timeout_ms)
+
+    def _held_up(self, worker: Worker, chunk: Unit) -> None:
+        super()._held_up(worker, chunk)
+        self._hand_over(worker)
 
     def _hand_over(self, worker: Worker) -> None:
         """Let another worker fetch in place of `worker`, if `worker` is the one that fetches."""

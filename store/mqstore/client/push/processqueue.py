@@ -16,10 +16,11 @@ dict takes longer the more keys were deleted before it.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mqstore.broker.names import is_retry_topic
+from mqstore.contract import Waiter
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message, stored_bytes
 from mqstore.signalsafe import Lock
@@ -93,25 +94,16 @@ class ProcessQueue:
     """Cache of one queue. Thread-safe.
 
     >>> from types import SimpleNamespace
-    >>> queue = ProcessQueue(QueueRef("orders", 0), 100, 0, size_of=lambda messages: len(messages))
-    >>> messages = [SimpleNamespace(offset=offset) for offset in range(100, 104)]
+    >>> queue = ProcessQueue(QueueRef("orders", 0), 100, 0)
+    >>> messages = [SimpleNamespace(offset=offset, size=9) for offset in range(100, 104)]
     >>> queue.put(messages, 104)
     True
     >>> queue.remove(messages[1:2]), queue.remove(messages[:1]), queue.remove(messages[2:])
     (100, 102, 104)
     """
 
-    def __init__(
-        self,
-        queue: QueueRef,
-        next_offset: int,
-        now_ms: int,
-        limits: Limits = Limits(),
-        *,
-        size_of: Callable[[Sequence[Message]], int] = stored_bytes,
-    ) -> None:
-        """The first pull begins at `next_offset`. `size_of` returns the number of bytes of messages.
-        `now_ms`, here and below, is monotonic time."""
+    def __init__(self, queue: QueueRef, next_offset: int, now_ms: int, limits: Limits = Limits()) -> None:
+        """The first pull begins at `next_offset`. `now_ms`, here and below, is monotonic time."""
         self.queue = queue
         self.retries = is_retry_topic(queue.topic)
         """True if its messages have failed before. Then they may have several topics."""
@@ -129,6 +121,8 @@ class ProcessQueue:
         """True if a pull is on its way to a worker. It waits while all workers are busy."""
         self.active = False
         """True if a worker of an ordered consumer is at the queue, or will be."""
+        self.waiter: Waiter | None = None
+        """Set while it waits for messages. Guarded by `settling`."""
         self.restart_at: int | None = None
         """Offset from which a dropped queue is pulled again, once none of its handlers runs."""
         self.committed: int | None = None
@@ -151,7 +145,6 @@ class ProcessQueue:
         self.last_pull_ms = self.last_settle_ms = now_ms
         self.limits = limits
         """Limits of the queue. If they shrink, nothing is pulled until the excess messages are done."""
-        self._size_of = size_of
         self._lock = Lock()
         self._waiting: OrderedDict[int, Message] = OrderedDict()
         self._taken: OrderedDict[int, Message] = OrderedDict()
@@ -187,17 +180,12 @@ class ProcessQueue:
     def put(self, messages: Sequence[Message], next_offset: int) -> bool:
         """Add pulled messages, in ascending order, and set the start of the next pull.
         For an ordered consumer, return True if no worker is at the queue, and one has to be found now."""
-        size = self._size_of(messages)
+        size = stored_bytes(messages)
         with self._lock:
-            waiting = self._waiting
-            for message in messages:
-                offset = message.offset
-                if offset in waiting:  # pulled twice: the bytes are the same
-                    size -= self._size_of((message,))
-                waiting[offset] = message
+            self._waiting.update([(message.offset, message) for message in messages])
             self._size += size
             self.next_offset = next_offset
-            found = bool(waiting) and not self.active
+            found = bool(self._waiting) and not self.active
             self.active = self.active or found
             return found
 
@@ -212,7 +200,7 @@ class ProcessQueue:
                 return -1
             gone = [m for m in messages if waiting.pop(m.offset, None) or taken.pop(m.offset, None)]
             if gone:
-                self._size = self._size - self._size_of(gone) if len(self) else 0
+                self._size = self._size - stored_bytes(gone) if len(self) else 0
             if now_ms is not None:
                 self.last_settle_ms = now_ms
             return self._position()
@@ -265,7 +253,6 @@ class ProcessQueue:
     # -- state ------------------------------------------------------------------------------------------------------
 
     def position(self) -> int:
-        """Return the offset below which everything is settled."""
         with self._lock:
             return self._position()
 

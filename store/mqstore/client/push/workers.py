@@ -165,7 +165,6 @@ class Worker:
         return self.lapsed == self.calls or (self.is_cancelled is not None and self.is_cancelled())
 
     def stack(self) -> str:
-        """Return the current stack of its job, for a log."""
         awaited = self.awaits
         if awaited is not None:
             return awaited.stack()
@@ -178,7 +177,7 @@ class Workers:
 
     >>> from mqstore.clock import SimulatedClock
     >>> clock = SimulatedClock()
-    >>> workers = Workers("demo", clock, 2, threads=False)
+    >>> workers = Workers("demo", clock, 2, print, threads=False)
     >>> workers.submit(lambda worker: print("a job"))
     >>> workers.later(5_000, lambda: print("a timer"))
     >>> workers.run_once()
@@ -189,18 +188,20 @@ class Workers:
     a timer
     """
 
-    def __init__(self, name: str, clock: Clock, number: int, *, threads: bool) -> None:
+    def __init__(
+        self, name: str, clock: Clock, number: int, on_exit: Callable[[BaseException], object], *, threads: bool
+    ) -> None:
         self.name = name
         self.all = [Worker() for _ in range(number)]
         self.threads = number if threads else 0
         """Number of threads for jobs. Set before `start`. Fewer suffice if flows mostly wait for handlers."""
-        self.on_exit: Callable[[BaseException], object] | None = None
+        self.on_exit = on_exit
         """Called with a SystemExit or KeyboardInterrupt that a job raised."""
         self._clock = clock
         self._turns: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         """Turns for threads. At None a thread may end."""
         self._lock = Lock()
-        """Guards the next six."""
+        """Guards the next five."""
         self._free = self.all[::-1]
         self._waiting: deque[Job] = deque()
         """Jobs without a worker."""
@@ -210,8 +211,6 @@ class Workers:
         """True if a timer is set that looks at them."""
         self._stayed = False
         """True if a thread that could have ended stayed because of such jobs."""
-        self._deserted = False
-        """True if `stop` no longer waits. Then threads end."""
         self._threads: list[threading.Thread] = []
         self._heap: list[tuple[int, int, Callable[[], object]]] = []
         self._serial = count()
@@ -233,7 +232,6 @@ class Workers:
                 self._changed.notify_all()
 
     def is_mine(self) -> bool:
-        """Return True if the caller is one of our threads."""
         return threading.current_thread() in self._threads
 
     def busy(self) -> list[Worker]:
@@ -242,16 +240,12 @@ class Workers:
 
     def start(self) -> None:
         """Start the threads, unless the store has its own clock."""
-        if not self.threads:
-            return
-        for i in range(self.threads):
-            self._spawn(f"{self.name}-{i}", self._serve)
-        self._spawn(f"{self.name}-timers", self._time)
-
-    def _spawn(self, name: str, target: Callable[[], None]) -> None:
-        thread = threading.Thread(target=target, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        targets = {f"{self.name}-{i}": self._serve for i in range(self.threads)}
+        if targets:
+            targets[f"{self.name}-timers"] = self._time
+        for name, target in targets.items():
+            self._threads.append(threading.Thread(target=target, name=name, daemon=True))
+            self._threads[-1].start()
 
     def _serve(self) -> None:
         while True:
@@ -261,7 +255,7 @@ class Workers:
                 del turn  # it may hold messages, and those their segment
                 continue
             with self._lock:
-                if not self._suspended or self._deserted:
+                if not self._suspended:
                     return
                 self._stayed = True  # suspended jobs need a thread to continue
 
@@ -279,12 +273,7 @@ class Workers:
         worker.ended_at = time.perf_counter()
         worker.end()  # now, since it has ended in time, even if no thread is free
         worker.awaits = None
-        turn = partial(self._go_on, worker, flow, error)
-        with self._lock:
-            if not self._deserted:
-                self._turns.put(turn)
-                return
-        threading.Thread(target=turn, name=f"{self.name}-late", daemon=True).start()
+        self._turns.put(partial(self._go_on, worker, flow, error))
 
     def _go_on(self, worker: Worker, flow: Flow[None], error: BaseException | None) -> None:
         with self._lock:
@@ -318,7 +307,7 @@ class Workers:
             return False
         except BaseException as left:
             worker.end()
-            self._exit(left)
+            self.on_exit(left)
             return False
         finally:
             _here.worker = before
@@ -353,11 +342,6 @@ class Workers:
         for _ in range(self.threads):
             self._turns.put(None)
 
-    def _exit(self, error: BaseException) -> None:
-        if self.on_exit is None:
-            raise error
-        self.on_exit(error)
-
     def _time(self) -> None:
         while True:
             self._fire()
@@ -386,7 +370,7 @@ class Workers:
             except Exception:
                 _log.exception("%s: a timer failed", self.name)
             except BaseException as error:  # from a user's hook; the other timers must continue
-                self._exit(error)
+                self.on_exit(error)
 
     def run_once(self) -> int | None:
         """Fire due timers and run the jobs. Return when the next timer is due (monotonic ms).
@@ -415,12 +399,6 @@ class Workers:
         except Empty:
             return turns
 
-    def forget(self) -> None:
-        """Drop all jobs and timers. Call it before `start`."""
-        self._take_turns()
-        with self._changed:
-            self._heap.clear()
-
     def halt(self) -> None:
         """Run the submitted jobs, then no more. Does not wait, while `stop` does."""
         with self._changed:
@@ -443,10 +421,6 @@ class Workers:
             while self._suspended and time.monotonic() < end:  # another thread is in `run_once`
                 time.sleep(_POLL_S)
         ended = all(thread is here or not thread.is_alive() for thread in self._threads) and not self._suspended
-        if not ended and self.threads:  # threads that wait for suspended jobs may end
-            with self._lock:
-                self._deserted = True
-            self._dismiss()
         with self._changed:
             self._heap.clear()  # timers hold messages, and messages their segments
         if ended and not any(thread.is_alive() for thread in self._threads):  # otherwise they need the Nones there
