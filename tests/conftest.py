@@ -130,6 +130,14 @@ def _no_waiting_for_disks(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections() -> None:
+    """Tests ask for hundreds of collections, stores that are opened twice among them. They need not look at all that
+    earlier modules have left."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _no_open_stores() -> Iterator[None]:
     """Close stores that a test left open. Collected later, they would warn in the middle of another test."""

@@ -22,7 +22,7 @@ __all__ = ["Sending", "compiled_put", "described", "fence", "kernel", "why_not"]
 
 _Put = TypeVar("_Put", bound=Callable[..., Any])
 
-_VERSION = 29
+_VERSION = 30
 """Version of the functions' parameters and results. A module built from older sources is not used."""
 
 

@@ -2,68 +2,6 @@
 
 #include "native.h"
 
-/* assemble(headers, bodies, tails, out, checksums): write header, body and tail of each record to `out`, one after the other.
-
-   `headers` all have the same width, `bodies` is a list of bytes, `tails` a list of the same length or one tail for all. With
-   `checksums` the checksum field is filled in, over the whole record (format#checksum). */
-PyObject *native_assemble(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    if (nargs != 5 || !PyList_Check(args[1]) || !(PyList_Check(args[2]) || PyBytes_Check(args[2]))) {
-        PyErr_SetString(PyExc_TypeError, "assemble takes headers, bodies, tails, out and checksums");
-        return NULL;
-    }
-    Py_ssize_t count = PyList_GET_SIZE(args[1]);
-    bool each = PyList_Check(args[2]);
-    int checksums = PyObject_IsTrue(args[4]);
-    if (checksums < 0)
-        return NULL;
-    if (!count || (each && PyList_GET_SIZE(args[2]) != count)) {
-        PyErr_SetString(PyExc_ValueError, "assemble: no bodies, or not as many tails");
-        return NULL;
-    }
-    PyObject *result = NULL;
-    Buffers held = {0};
-    Py_buffer *headers, *out;
-    if (!(headers = hold(&held, args[0], 1, -1, false, "headers")) || !(out = hold(&held, args[3], 1, -1, true, "out")))
-        goto done;
-    Py_ssize_t width = headers->len / count;
-    if (headers->len % count || width < QUEUE_ID_AT) {
-        PyErr_Format(PyExc_ValueError, "assemble: %zd bytes are not %zd headers", headers->len, count);
-        goto done;
-    }
-    const uint8_t *header = headers->buf;
-    uint8_t *to = out->buf;
-    Py_ssize_t room = out->len;
-    for (Py_ssize_t i = 0; i < count; i++, header += width) {
-        /* Nothing in this loop calls Python, so the lists do not change. */
-        PyObject *body = PyList_GET_ITEM(args[1], i), *tail = each ? PyList_GET_ITEM(args[2], i) : args[2];
-        if (!PyBytes_Check(body) || !PyBytes_Check(tail)) {
-            PyErr_SetString(PyExc_TypeError, "assemble: bodies and tails must be bytes");
-            goto done;
-        }
-        Py_ssize_t body_size = PyBytes_GET_SIZE(body), tail_size = PyBytes_GET_SIZE(tail);
-        if (width > room || body_size > room - width || tail_size > room - width - body_size) {
-            PyErr_SetString(PyExc_ValueError, "assemble: out is too short");
-            goto done;
-        }
-        memcpy(to, header, (size_t)width);
-        memcpy(to + width, PyBytes_AS_STRING(body), (size_t)body_size);
-        memcpy(to + width + body_size, PyBytes_AS_STRING(tail), (size_t)tail_size);
-        Py_ssize_t size = width + body_size + tail_size;
-        if (checksums)
-            put32(to + CHECKSUM_AT, crc32c_record(to, (size_t)size));
-        to += size;
-        room -= size;
-    }
-    if (room)
-        PyErr_Format(PyExc_ValueError, "assemble: out has %zd bytes too many", room);
-    else
-        result = Py_NewRef(Py_None);
-done:
-    let_go(&held);
-    return result;
-}
-
 /* lay(out, position, data): copy `data` into `out` from front to back. */
 PyObject *native_lay(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -110,25 +48,29 @@ PyObject *native_lengths(PyObject *module, PyObject *const *args, Py_ssize_t nar
     return Py_BuildValue("nn", greatest, sum);
 }
 
-/* encode(header, bodies, tails, flags, queue_offset, physical_offset) -> (records, sizes), as bytearrays; sizes in int64.
+/* encode(headers, width, bodies, tails, flags, queue_offset, physical_offset, checksums) -> (records, sizes), as bytearrays; sizes
+   in int64.
 
-   Encode consecutive records of one queue: each has `header`, two offsets that increase from those given, its flag (`flags` is
-   a list of as many ints, or None), its sizes, and the checksum over the whole. Lists and `tails` as in `assemble`. */
+   Encode consecutive records: each has its header of `width` bytes, or the only one. Filled in are sizes and physical offset, with
+   `checksums` the checksum over the whole, and unless they are None its flag (`flags` is a list of as many ints) and a queue offset
+   that increases from the given one. `bodies` is a list of bytes, `tails` a list of the same length or one tail for all. */
 PyObject *native_encode(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 6 || !PyBytes_Check(args[0]) || !PyList_Check(args[1]) ||
-        !(PyList_Check(args[2]) || PyBytes_Check(args[2])) || !(PyList_Check(args[3]) || args[3] == Py_None)) {
-        PyErr_SetString(PyExc_TypeError, "encode takes header, bodies, tails, flags and two offsets");
+    if (nargs != 8 || !PyBytes_Check(args[0]) || !PyList_Check(args[2]) ||
+        !(PyList_Check(args[3]) || PyBytes_Check(args[3])) || !(PyList_Check(args[4]) || args[4] == Py_None)) {
+        PyErr_SetString(PyExc_TypeError, "encode takes headers, their width, bodies, tails, flags, two offsets and checksums");
         return NULL;
     }
-    long long queue_offset = PyLong_AsLongLong(args[4]), physical_offset = PyLong_AsLongLong(args[5]);
+    bool each = PyList_Check(args[3]), flagged = args[4] != Py_None, numbered = args[5] != Py_None;
+    long long queue_offset = numbered ? PyLong_AsLongLong(args[5]) : 0, physical_offset = PyLong_AsLongLong(args[6]);
+    Py_ssize_t width = PyLong_AsSsize_t(args[1]), count = PyList_GET_SIZE(args[2]), total = 0;
+    int checksums = PyObject_IsTrue(args[7]);
     if (PyErr_Occurred())
         return NULL;
-    Py_ssize_t width = PyBytes_GET_SIZE(args[0]), count = PyList_GET_SIZE(args[1]), total = 0;
-    bool each = PyList_Check(args[2]), flagged = args[3] != Py_None;
-    if (width < BODY_AT_V4 || (each && PyList_GET_SIZE(args[2]) != count) ||
-        (flagged && PyList_GET_SIZE(args[3]) != count)) {
-        PyErr_SetString(PyExc_ValueError, "encode: no header, or not as many tails or flags as bodies");
+    bool shared = PyBytes_GET_SIZE(args[0]) == width;
+    if (width < BODY_AT_V4 || width > BODY_AT_V4 + 2 * IPV6_EXTRA || (!shared && PyBytes_GET_SIZE(args[0]) / width != count) ||
+        (each && PyList_GET_SIZE(args[3]) != count) || (flagged && PyList_GET_SIZE(args[4]) != count)) {
+        PyErr_SetString(PyExc_ValueError, "encode: no header, or not as many headers, tails or flags as bodies");
         return NULL;
     }
     PyObject *sizes = PyByteArray_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(int64_t)), *records = NULL;
@@ -136,8 +78,8 @@ PyObject *native_encode(PyObject *module, PyObject *const *args, Py_ssize_t narg
         return NULL;
     int64_t *size = (int64_t *)PyByteArray_AS_STRING(sizes);
     for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *body = PyList_GET_ITEM(args[1], i), *tail = each ? PyList_GET_ITEM(args[2], i) : args[2];
-        if (!PyBytes_Check(body) || !PyBytes_Check(tail) || (flagged && !PyLong_Check(PyList_GET_ITEM(args[3], i)))) {
+        PyObject *body = PyList_GET_ITEM(args[2], i), *tail = each ? PyList_GET_ITEM(args[3], i) : args[3];
+        if (!PyBytes_Check(body) || !PyBytes_Check(tail) || (flagged && !PyLong_Check(PyList_GET_ITEM(args[4], i)))) {
             PyErr_SetString(PyExc_TypeError, "encode: bodies and tails must be bytes, flags int");
             goto failed;
         }
@@ -152,24 +94,27 @@ PyObject *native_encode(PyObject *module, PyObject *const *args, Py_ssize_t narg
     if (!records)
         goto failed;
     /* From here on only the conversion of a flag, which is an int, calls Python: the lists do not change. */
+    const char *header = PyBytes_AS_STRING(args[0]);
     uint8_t *to = (uint8_t *)PyByteArray_AS_STRING(records);
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *body = PyList_GET_ITEM(args[1], i), *tail = each ? PyList_GET_ITEM(args[2], i) : args[2];
+    for (Py_ssize_t i = 0; i < count; i++, header += shared ? 0 : width) {
+        PyObject *body = PyList_GET_ITEM(args[2], i), *tail = each ? PyList_GET_ITEM(args[3], i) : args[3];
         size_t body_size = (size_t)PyBytes_GET_SIZE(body);
-        memcpy(to, PyBytes_AS_STRING(args[0]), (size_t)width);
+        memcpy(to, header, (size_t)width);
         memcpy(to + width, PyBytes_AS_STRING(body), body_size);
         memcpy(to + width + body_size, PyBytes_AS_STRING(tail), (size_t)PyBytes_GET_SIZE(tail));
         put32(to, (uint32_t)size[i]);
         put32(to + width - BODY_LENGTH_BYTES, (uint32_t)body_size);
-        put64(to + QUEUE_OFFSET_AT, (uint64_t)(queue_offset + i));
         put64(to + PHYSICAL_OFFSET_AT, (uint64_t)physical_offset);
+        if (numbered)
+            put64(to + QUEUE_OFFSET_AT, (uint64_t)(queue_offset + i));
         if (flagged) {
-            long flag = PyLong_AsLong(PyList_GET_ITEM(args[3], i));
+            long flag = PyLong_AsLong(PyList_GET_ITEM(args[4], i));
             if (flag == -1 && PyErr_Occurred())
                 goto failed;
             put32(to + FLAG_AT, (uint32_t)flag);
         }
-        put32(to + CHECKSUM_AT, crc32c_record(to, (size_t)size[i]));
+        if (checksums)
+            put32(to + CHECKSUM_AT, crc32c_record(to, (size_t)size[i]));
         physical_offset += size[i];
         to += size[i];
     }

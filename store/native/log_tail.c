@@ -26,15 +26,8 @@ static PyMemberDef numbered_members[] = {
 };
 
 PyTypeObject QueueTailType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "mqstore._native.QueueTail",
+    COLLECTED_TYPE(numbered, QueueTail),
     .tp_doc = "The fields of a queue that a put uses.",
-    .tp_basicsize = sizeof(QueueTail),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .tp_new = PyType_GenericNew,
-    .tp_dealloc = (destructor)numbered_dealloc,
-    .tp_traverse = (traverseproc)numbered_traverse,
-    .tp_clear = (inquiry)numbered_clear,
     .tp_members = numbered_members,
 };
 
@@ -190,12 +183,8 @@ int log_tail_store(PyObject *tip, QueueTail *queue, const char *body, Py_ssize_t
         }
         PyBuffer_Release(&view);
     }
-    if (done && stored->position + size >= self->alarm && self->on_alarm) {
-        PyObject *rung = PyObject_CallNoArgs(self->on_alarm);
-        if (!rung)
-            return -1;
-        Py_DECREF(rung);
-    }
+    if (done && stored->position + size >= self->alarm && self->on_alarm && !succeeded(PyObject_CallNoArgs(self->on_alarm)))
+        return -1;
     return done;
 }
 
@@ -260,26 +249,9 @@ static PyMemberDef tip_members[] = {
     {NULL},
 };
 
-static PyObject *tip_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
-{
-    LogTail *self = (LogTail *)type->tp_alloc(type, 0);
-    if (self) {
-        self->limit = -1;
-        self->fd = -1;
-    }
-    return (PyObject *)self;
-}
-
 PyTypeObject LogTailType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "mqstore._native.LogTail",
+    COLLECTED_TYPE(tip, LogTail),
     .tp_doc = "The end of a commitlog, where records are put.",
-    .tp_basicsize = sizeof(LogTail),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .tp_new = tip_new,
-    .tp_dealloc = (destructor)tip_dealloc,
-    .tp_traverse = (traverseproc)tip_traverse,
-    .tp_clear = (inquiry)tip_clear,
     .tp_members = tip_members,
     .tp_methods = tip_methods,
 };

@@ -13,7 +13,7 @@
 #include "table.h"
 
 /* Incremented with every change of a function's arguments or result; store/mqstore/native.py has the same number. */
-#define NATIVE_VERSION 29
+#define NATIVE_VERSION 30
 
 #if !defined(__GNUC__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || !defined(__LP64__)
 #error "built by GCC or Clang, for processors with 64 bits that are little-endian; elsewhere mqstore runs on Python and numpy"
@@ -40,6 +40,16 @@
         name##_clear(self);                                                   \
         Py_TYPE(self)->tp_free((PyObject *)self);                             \
     }
+/* The members of such a type's PyTypeObject that are the same for all. */
+#define COLLECTED_TYPE(name, Type)                                            \
+    PyVarObject_HEAD_INIT(NULL, 0)                                            \
+    .tp_name = "mqstore._native." #Type,                                      \
+    .tp_basicsize = sizeof(Type),                                             \
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, \
+    .tp_new = PyType_GenericNew,                                              \
+    .tp_dealloc = (destructor)name##_dealloc,                                 \
+    .tp_traverse = (traverseproc)name##_traverse,                             \
+    .tp_clear = (inquiry)name##_clear
 
 /* --- the record (format#record); its numbers are in table.h --- */
 
@@ -158,34 +168,13 @@ static inline void fetch_at(const uint8_t *data, int64_t length, int64_t at, int
 
 /* --- the functions and types of the module, by file --- */
 
-PyObject *native_crc32c_by_table(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_sweep(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_content_end(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_lay(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_meet(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_data_end(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_list(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_walk(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_gather(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_join(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_measure(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_pairs(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_find_inner(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_record_holds(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_assemble(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_open_beneath(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_read_at(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_lengths(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_encode(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_restore(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_identify(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_copy_parts(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_message_parts(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_renumber(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_put_entries(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_read_units(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_tagged(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_check_units(PyObject *, PyObject *const *, Py_ssize_t);
+/* Each has its arguments and its result in the comment above its definition. */
+#define FUNCTIONS(F) \
+    F(crc32c_by_table) F(sweep) F(content_end) F(lay) F(meet) F(data_end) F(list) F(walk) F(join) F(measure) \
+    F(pairs) F(find_inner) F(record_holds) F(open_beneath) F(read_at) F(lengths) F(encode) F(restore) \
+    F(identify) F(copy_parts) F(message_parts) F(renumber) F(put_entries) F(read_units) F(tagged) F(check_units)
+#define DECLARED(name) PyObject *native_##name(PyObject *, PyObject *const *, Py_ssize_t);
+FUNCTIONS(DECLARED)
 extern PyTypeObject QueueTailType, LogTailType, LocatedType, SenderType, PutMethodType;
 extern PyTypeObject BatchFieldsType, TimelineFieldsType, QueueFieldsType, PopFieldsType, OffsetFieldsType;
 int message_init(void);
@@ -196,6 +185,13 @@ int sender_init(void);
 static inline bool makes_tuples(PyObject *type)
 {
     return type && PyType_Check(type) && PyType_FastSubclass((PyTypeObject *)type, Py_TPFLAGS_TUPLE_SUBCLASS);
+}
+
+/* Drop the result of a call that is made for its effect. False with an exception. */
+static inline bool succeeded(PyObject *result)
+{
+    Py_XDECREF(result);
+    return result != NULL;
 }
 
 /* Make a tuple of a subclass of tuple. Takes the references; NULL with an exception, also if one of them is NULL. */

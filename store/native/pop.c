@@ -379,9 +379,7 @@ static int note(PopFields *self, PyObject *key, PyObject *offset)
     }
     if (PyErr_Occurred())
         return -1;
-    PyObject *result = PyObject_CallMethodObjArgs((PyObject *)table, note_name, key, offset, NULL);
-    Py_XDECREF(result);
-    return result ? 0 : -1;
+    return succeeded(PyObject_CallMethodObjArgs((PyObject *)table, note_name, key, offset, NULL)) ? 0 : -1;
 }
 
 /* Return the bit of a claim's message in its batch, 0 if Python must handle it, -1 with an exception. `number` is its offset.
@@ -453,11 +451,8 @@ static int settle(PopFields *self, QueueFields *state, const Claim *claims, int 
         goto done;
     }
     TimelineFields *timeline = (TimelineFields *)state->timeline;
-    if (timeline->entries > COMPACT_FROM + 2 * state->batches) {
-        PyObject *compacted = PyObject_CallMethodNoArgs((PyObject *)state, compact_name);
-        result = compacted ? 1 : -1;
-        Py_XDECREF(compacted);
-    }
+    if (timeline->entries > COMPACT_FROM + 2 * state->batches)
+        result = succeeded(PyObject_CallMethodNoArgs((PyObject *)state, compact_name)) ? 1 : -1;
     if (result > 0 && (!number_of(state->written, &written) || written != state->committed)) {
         PyObject *committed = PyLong_FromLongLong(state->committed), *key = Py_NewRef(state->key);
         if (committed && note(self, key, committed) == 0)
@@ -516,19 +511,14 @@ static int settle_run(PopFields *self, PyObject *states, const Claim *claims, in
     if (done > 0) {
         PyObject *lock = Py_NewRef(state->lock);
         done = settle(self, state, claims, count);
-        PyObject *result = unlocked(lock, done < 0 ? NULL : Py_NewRef(Py_None));
-        if (!result)
+        if (!succeeded(unlocked(lock, done < 0 ? NULL : Py_NewRef(Py_None))))
             done = -1;
-        Py_XDECREF(result);
     }
     long long left;
     if (done > 0 && claims->in_order && PyObject_TypeCheck(state->fifo, &BatchFieldsType) &&
-        number_of(((BatchFields *)state->fifo)->left, &left) && !left) {
-        PyObject *woken = PyObject_CallOneArg(self->freed, (PyObject *)state);
-        if (!woken)
-            done = -1;
-        Py_XDECREF(woken);
-    }
+        number_of(((BatchFields *)state->fifo)->left, &left) && !left &&
+        !succeeded(PyObject_CallOneArg(self->freed, (PyObject *)state)))
+        done = -1;
     Py_DECREF(state);
     return done;
 }
@@ -577,15 +567,8 @@ static PyMemberDef pop_fields_members[] = {
 };
 
 PyTypeObject PopFieldsType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "mqstore._native.PopFields",
+    COLLECTED_TYPE(pop_fields, PopFields),
     .tp_doc = "Delivers and settles messages.",
-    .tp_basicsize = sizeof(PopFields),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .tp_new = PyType_GenericNew,
-    .tp_dealloc = (destructor)pop_fields_dealloc,
-    .tp_traverse = (traverseproc)pop_fields_traverse,
-    .tp_clear = (inquiry)pop_fields_clear,
     .tp_members = pop_fields_members,
     .tp_methods = pop_fields_methods,
 };

@@ -51,15 +51,8 @@ static PyMemberDef timeline_members[] = {
 };
 
 PyTypeObject TimelineFieldsType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "mqstore._native.TimelineFields",
+    COLLECTED_TYPE(timeline, TimelineFields),
     .tp_doc = "Batches by the time at which they become visible.",
-    .tp_basicsize = sizeof(TimelineFields),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .tp_new = PyType_GenericNew,
-    .tp_dealloc = (destructor)timeline_dealloc,
-    .tp_traverse = (traverseproc)timeline_traverse,
-    .tp_clear = (inquiry)timeline_clear,
     .tp_members = timeline_members,
 };
 
@@ -67,12 +60,9 @@ int timeline_add(TimelineFields *self, PyObject *at, PyObject *batch)
 {
     PyObject *there = PyDict_GetItemWithError(self->buckets, at);
     if (!there) {
-        if (PyErr_Occurred() || PyDict_SetItem(self->buckets, at, batch) < 0)
+        if (PyErr_Occurred() || PyDict_SetItem(self->buckets, at, batch) < 0 ||
+            !succeeded(PyObject_CallFunctionObjArgs(heappush, self->times, at, NULL)))
             return -1;
-        PyObject *pushed = PyObject_CallFunctionObjArgs(heappush, self->times, at, NULL);
-        if (!pushed)
-            return -1;
-        Py_DECREF(pushed);
     } else if (PyList_CheckExact(there)) {
         if (PyList_Append(there, batch) < 0)
             return -1;
@@ -104,15 +94,8 @@ static PyMemberDef offset_fields_members[] = {
 };
 
 PyTypeObject OffsetFieldsType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "mqstore._native.OffsetFields",
+    COLLECTED_TYPE(offset_fields, OffsetFields),
     .tp_doc = "Committed offsets.",
-    .tp_basicsize = sizeof(OffsetFields),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .tp_new = PyType_GenericNew,
-    .tp_dealloc = (destructor)offset_fields_dealloc,
-    .tp_traverse = (traverseproc)offset_fields_traverse,
-    .tp_clear = (inquiry)offset_fields_clear,
     .tp_members = offset_fields_members,
 };
 
@@ -136,15 +119,8 @@ static PyMemberDef queue_fields_members[] = {
 };
 
 PyTypeObject QueueFieldsType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "mqstore._native.QueueFields",
+    COLLECTED_TYPE(queue_fields, QueueFields),
     .tp_doc = "State of a queue that is popped from.",
-    .tp_basicsize = sizeof(QueueFields),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .tp_new = PyType_GenericNew,
-    .tp_dealloc = (destructor)queue_fields_dealloc,
-    .tp_traverse = (traverseproc)queue_fields_traverse,
-    .tp_clear = (inquiry)queue_fields_clear,
     .tp_members = queue_fields_members,
 };
 
@@ -183,16 +159,13 @@ PyObject *unlocked(PyObject *lock, PyObject *result)
 {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    PyObject *released = PyObject_CallMethodNoArgs(lock, release_name);
-    if (!released) {
+    if (!succeeded(PyObject_CallMethodNoArgs(lock, release_name))) {
         Py_XDECREF(type);
         Py_XDECREF(value);
         Py_XDECREF(traceback);
         Py_CLEAR(result);
-    } else {
-        Py_DECREF(released);
+    } else
         PyErr_Restore(type, value, traceback);
-    }
     Py_DECREF(lock);
     return result;
 }

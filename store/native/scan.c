@@ -93,45 +93,6 @@ PyObject *native_walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     return positions ? Py_BuildValue("NL", positions, (long long)start) : NULL;
 }
 
-/* gather(buffer, positions, width, out): copy the `width` bytes at each position to `out`, one after the other. */
-PyObject *native_gather(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    if (!has_arguments("gather", nargs, 4))
-        return NULL;
-    Py_ssize_t width = PyLong_AsSsize_t(args[2]);
-    if (width <= 0) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_ValueError, "width must be positive");
-        return NULL;
-    }
-    PyObject *result = NULL;
-    Buffers held = {0};
-    Py_buffer *view, *positions, *out;
-    if (!(view = hold(&held, args[0], 1, -1, false, "buffer")) ||
-        !(positions = hold(&held, args[1], 8, -1, false, "positions")))
-        goto done;
-    Py_ssize_t count = positions->len / 8;
-    if (!(out = hold(&held, args[3], 1, count * width, true, "out")))
-        goto done;
-    const int64_t *at = positions->buf;
-    const uint8_t *data = view->buf;
-    uint8_t *to = out->buf;
-    int64_t last = view->len - width;
-    for (Py_ssize_t i = 0; i < count; i++, to += width) {
-        if (at[i] < 0 || at[i] > last) {
-            PyErr_Format(PyExc_IndexError, "%zd bytes at %lld of a buffer of %zd", width, (long long)at[i], view->len);
-            goto done;
-        }
-        if (i + NEXT < count)
-            fetch_at(data, view->len, at[i + NEXT], width);
-        memcpy(to, data + at[i], (size_t)width);
-    }
-    result = Py_NewRef(Py_None);
-done:
-    let_go(&held);
-    return result;
-}
-
 /* join(buffer, starts, sizes, out): copy the ranges [start, start + size) one after the other. `out` is exactly as long. */
 PyObject *native_join(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {

@@ -292,12 +292,6 @@ static long long monotonic_ns(void)
     return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
-static bool succeeded(PyObject *result)
-{
-    Py_XDECREF(result);
-    return result != NULL;
-}
-
 /* Store the message, and do the rest of `LogWriter.put`. Returns the receipt; NULL with an exception. */
 static PyObject *store(Sender *self, Outgoing *message, QueueTail *queue)
 {

@@ -6,15 +6,15 @@
 
 #include "native.h"
 
-/* Topics found so far, by hash. Most logs change topic seldom: the last one is compared first, and the table is made only for
-   the second topic. */
+/* Keys found so far, each a range of `data`, by hash. Most logs change topic and queue seldom: the last key is compared first, and
+   the table is made only for the second one. */
 typedef struct {
     const uint8_t *data;
     int32_t *slots; /* number + 1, 0 for none */
     uint32_t mask;
     int64_t count, last;
     int64_t *first, *size; /* by number: position of its first occurrence */
-} Topics;
+} Keys;
 
 static uint32_t hash_of(const uint8_t *at, int64_t size)
 {
@@ -24,35 +24,35 @@ static uint32_t hash_of(const uint8_t *at, int64_t size)
     return hash ^ hash >> 15;
 }
 
-static bool is_topic(const Topics *topics, int64_t number, int64_t at, int64_t size)
+static bool is_key(const Keys *keys, int64_t number, int64_t at, int64_t size)
 {
-    return topics->size[number] == size && !memcmp(topics->data + topics->first[number], topics->data + at, (size_t)size);
+    return keys->size[number] == size && !memcmp(keys->data + keys->first[number], keys->data + at, (size_t)size);
 }
 
-/* Return the number of a topic, a new number for a new topic; -1 without memory. There is room for `limit` of them. */
-static int64_t number_of(Topics *topics, int64_t at, int64_t size, int64_t limit)
+/* Return the number of a key, a new number for a new key; -1 without memory. There is room for `limit` of them. */
+static int64_t number_of(Keys *keys, int64_t at, int64_t size, int64_t limit)
 {
-    if (topics->count && is_topic(topics, topics->last, at, size))
-        return topics->last;
-    if (topics->count && !topics->slots) {
+    if (keys->count && is_key(keys, keys->last, at, size))
+        return keys->last;
+    if (keys->count && !keys->slots) {
         uint32_t room = 4;
         while (room < 2 * (uint64_t)limit)
             room *= 2;
-        if (!(topics->slots = calloc(room, sizeof *topics->slots)))
+        if (!(keys->slots = calloc(room, sizeof *keys->slots)))
             return -1;
-        topics->mask = room - 1;
-        topics->slots[hash_of(topics->data + topics->first[0], topics->size[0]) & topics->mask] = 1;
+        keys->mask = room - 1;
+        keys->slots[hash_of(keys->data + keys->first[0], keys->size[0]) & keys->mask] = 1;
     }
-    if (topics->slots) {
-        uint32_t slot = hash_of(topics->data + at, size) & topics->mask;
-        for (; topics->slots[slot]; slot = (slot + 1) & topics->mask)
-            if (is_topic(topics, topics->slots[slot] - 1, at, size))
-                return topics->last = topics->slots[slot] - 1;
-        topics->slots[slot] = (int32_t)topics->count + 1;
+    if (keys->slots) {
+        uint32_t slot = hash_of(keys->data + at, size) & keys->mask;
+        for (; keys->slots[slot]; slot = (slot + 1) & keys->mask)
+            if (is_key(keys, keys->slots[slot] - 1, at, size))
+                return keys->last = keys->slots[slot] - 1;
+        keys->slots[slot] = (int32_t)keys->count + 1;
     }
-    topics->first[topics->count] = at;
-    topics->size[topics->count] = size;
-    return topics->last = topics->count++;
+    keys->first[keys->count] = at;
+    keys->size[keys->count] = size;
+    return keys->last = keys->count++;
 }
 
 /* Rows of the tables that `sweep` fills, each as long as the table has room; layout/scan.py names them in this order. The length
@@ -149,7 +149,7 @@ PyObject *native_sweep(PyObject *module, PyObject *const *args, Py_ssize_t nargs
     PyObject *result = NULL;
     Buffers held = {0};
     Py_buffer *view, *longs, *ints;
-    Topics topics = {0};
+    Keys topics = {0};
     if (!(view = hold(&held, args[0], 1, -1, false, "buffer")))
         goto done;
     if (at < 0 || at > stop || stop > view->len || limit < 0 || limit > INT32_MAX) {
@@ -312,41 +312,6 @@ static bool find_values(const uint8_t *at, int64_t size, Value *tags, Value *uni
     return true;
 }
 
-/* Queues found so far: like `Topics`, by topic and queue id. */
-typedef struct {
-    int32_t *slots;
-    uint64_t *keys;
-    int64_t *sizes;
-    uint32_t mask;
-    int64_t count, last;
-} Queues;
-
-static uint32_t slot_of(uint64_t key, uint32_t mask) { return (uint32_t)(key * 0x9E3779B97F4A7C15u >> 32) & mask; }
-
-static int64_t queue_of(Queues *queues, uint64_t key, int64_t limit)
-{
-    if (queues->count && queues->keys[queues->last] == key)
-        return queues->last;
-    if (queues->count && !queues->slots) {
-        uint32_t room = 4;
-        while (room < 2 * (uint64_t)limit)
-            room *= 2;
-        if (!(queues->slots = calloc(room, sizeof *queues->slots)))
-            return -1;
-        queues->mask = room - 1;
-        queues->slots[slot_of(queues->keys[0], queues->mask)] = 1;
-    }
-    if (queues->slots) {
-        uint32_t slot = slot_of(key, queues->mask);
-        for (; queues->slots[slot]; slot = (slot + 1) & queues->mask)
-            if (queues->keys[queues->slots[slot] - 1] == key)
-                return queues->last = queues->slots[slot] - 1;
-        queues->slots[slot] = (int32_t)queues->count + 1;
-    }
-    queues->keys[queues->count] = key;
-    return queues->last = queues->count++;
-}
-
 typedef struct {
     uint64_t key;
     int64_t number;
@@ -380,10 +345,9 @@ PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     PyObject *result = NULL;
     Buffers held = {0};
     Py_buffer *view, *longs, *ints, *prefixes, *out, *units, *has_unit;
-    Queues queues = {0};
+    Keys queues = {0};
     Entries entries = {0};
     Order *order = NULL;
-    int32_t *queue_of_row = NULL;
     if (count < 0 || count > limit || limit > INT32_MAX) {
         PyErr_Format(PyExc_ValueError, "%lld records of %lld", (long long)count, (long long)limit);
         return NULL;
@@ -409,10 +373,12 @@ PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     uint8_t *listed = has_unit->buf;
     bool full = false, plain = true;
     PyThreadState *others = PyEval_SaveThread();
-    queues.keys = malloc(((size_t)count + 1) * sizeof *queues.keys);
-    queues.sizes = calloc((size_t)count + 1, sizeof *queues.sizes);
-    queue_of_row = malloc(((size_t)count + 1) * sizeof *queue_of_row);
-    full = !queues.keys || !queues.sizes || !queue_of_row;
+    /* By record: topic and queue id, and the number of that queue; by queue: members of `Keys`, and the number of its rows. */
+    int64_t *work = malloc(5 * ((size_t)count + 1) * sizeof *work), *key = work, *queue_of_row, *sizes;
+    queue_of_row = work + count + 1;
+    sizes = queue_of_row + count + 1;
+    queues = (Keys){.data = (const uint8_t *)key, .first = sizes + count + 1, .size = sizes + 2 * (count + 1)};
+    full = !work;
     /* Most records have short properties, or none; in a stream without keys they are often the same. */
     const uint8_t *before = NULL;
     int64_t before_size = 0, before_code = 0;
@@ -463,13 +429,12 @@ PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         o[TAGS_CODE * room + i] = code;
         listed[i] = !transaction || transaction == TRANSACTION_COMMIT;
         if (listed[i]) {
-            int64_t number = queue_of(&queues, (uint64_t)topic << 32 | (uint32_t)n[QUEUE_ID * limit + i], count);
-            if (number < 0) {
-                full = true;
-                break;
-            }
-            queue_of_row[i] = (int32_t)number;
-            queues.sizes[number]++;
+            int64_t before_it = queues.count, number;
+            key[i] = topic << 32 | (uint32_t)n[QUEUE_ID * limit + i];
+            number = queue_of_row[i] = number_of(&queues, i * (int64_t)sizeof *key, sizeof *key, count);
+            full = number < 0;
+            if (!full)
+                sizes[number] = queues.count > before_it ? 1 : sizes[number] + 1;
         }
     }
     int64_t rows = 0;
@@ -477,11 +442,11 @@ PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         full = true;
     if (plain && !full) {
         for (int64_t i = 0; i < queues.count; i++)
-            order[i] = (Order){queues.keys[i], i};
+            order[i] = (Order){(uint64_t)key[queues.first[i] / (int64_t)sizeof *key], i};
         qsort(order, (size_t)queues.count, sizeof *order, by_key);
         for (int64_t i = 0; i < queues.count; i++) {
-            int64_t size = queues.sizes[order[i].number];
-            queues.sizes[order[i].number] = rows; /* from here on: position of its next row */
+            int64_t size = sizes[order[i].number];
+            sizes[order[i].number] = rows; /* from here on: position of its next row */
             rows += size;
             o[QUEUE_TOPIC * room + i] = (int64_t)(order[i].key >> 32);
             o[QUEUE_NUMBER * room + i] = (int32_t)order[i].key;
@@ -491,7 +456,7 @@ PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         for (int64_t i = 0; i < count; i++) {
             if (!listed[i])
                 continue;
-            int64_t to = queues.sizes[queue_of_row[i]]++;
+            int64_t to = sizes[queue_of_row[i]]++;
             o[ROW * room + to] = i;
             o[SLOT * room + to] = l[QUEUE_OFFSET * limit + i];
             put64(unit + UNIT_BYTES * to, (uint64_t)l[POSITION * limit + i] + (uint64_t)base);
@@ -507,6 +472,7 @@ PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         }
     }
     PyEval_RestoreThread(others);
+    free(work);
     if (full)
         PyErr_NoMemory();
     else if (!plain)
@@ -523,9 +489,6 @@ PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     }
 done:
     free(queues.slots);
-    free(queues.keys);
-    free(queues.sizes);
-    free(queue_of_row);
     free(order);
     free(entries.row);
     free(entries.hash);

@@ -8,7 +8,7 @@ import pytest
 
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.lock import AbortMark
-from tests.faults import Crash, FaultyFileSystem
+from tests.faults import FaultyFileSystem
 
 
 class Booted(FileSystem):
@@ -75,20 +75,3 @@ def test_set_and_clear_are_durable_when_they_return(tmp_path: Path) -> None:
         ("unlink", "abort"),
         ("sync_directory", tmp_path.name),
     ]
-
-
-@pytest.mark.parametrize("nth", [2, 3, 4])
-def test_a_crash_inside_set_leaves_a_mark(tmp_path: Path, nth: int) -> None:
-    fs = FaultyFileSystem()
-    fs.crash(nth, torn=True)
-    with pytest.raises(Crash):
-        AbortMark(tmp_path, fs).set(4711)
-    assert AbortMark(tmp_path).exists()
-
-
-def test_a_link_of_that_name_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "precious").write_bytes(b"data")
-    (tmp_path / "abort").symlink_to("precious")
-    with pytest.raises(OSError, match="abort"):
-        AbortMark(tmp_path).set(4711)
-    assert (tmp_path / "precious").read_bytes() == b"data"

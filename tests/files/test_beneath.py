@@ -95,16 +95,6 @@ def test_a_file_is_opened_for_writing_and_made_with_its_mode(tmp_path: Path) -> 
     REAL.close(fd)
 
 
-def test_a_relative_path_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "var").mkdir()
-    monkeypatch.chdir(tmp_path)
-    for name in ("a", "./b", "var/c", "var/../d"):
-        REAL.close(REAL.open(name, os.O_RDWR | os.O_CREAT))
-    REAL.replace("a", "var/e")
-    REAL.unlink("b")
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["c", "d", "e", "var"]
-
-
 def test_reading_follows_links_to_files(tmp_path: Path, precious: Path) -> None:
     (tmp_path / "folder").symlink_to(precious)
     (tmp_path / "file").symlink_to(precious / "file")

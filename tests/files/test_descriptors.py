@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from mqstore.errors import ReadOnlyStoreError, StoreClosedError, StoreIOError
+from mqstore.errors import StoreClosedError
 from mqstore.files.descriptors import DescriptorCache
 from tests.faults import FaultyFileSystem
-from tests.scarce import free_descriptors
 
 
 class HookedFileSystem(FaultyFileSystem):
@@ -52,16 +49,6 @@ def paths(tmp_path: Path) -> list[str]:
     for name in "abcd":
         (tmp_path / name).write_bytes(name.encode() * 4)
     return [str(tmp_path / name) for name in "abcd"]
-
-
-def test_a_descriptor_is_used_again(fs: HookedFileSystem, paths: list[str]) -> None:
-    cache = DescriptorCache(fs, 2)
-    cache.pwrite(paths[0], b"xy", 1)
-    assert cache.pread(paths[0], 10, 0) == b"axya"
-    cache.fdatasync(paths[0])
-    cache.close()
-    assert fs.opened() == ["a"]
-    assert fs.closed() == ["a"]
 
 
 def test_the_least_recently_used_goes_first(fs: HookedFileSystem, paths: list[str]) -> None:
@@ -131,79 +118,9 @@ def test_a_file_replaced_while_it_is_being_opened_is_not_kept(fs: HookedFileSyst
     assert fs.closed() == ["a", "a"]
 
 
-def test_of_two_opens_at_once_one_descriptor_stays(fs: HookedFileSystem, paths: list[str]) -> None:
-    cache = DescriptorCache(fs, 2)
-    fs.hook = lambda _: None if cache.pread(paths[0], 4, 0) == b"aaaa" else pytest.fail("wrong bytes")
-    assert cache.pread(paths[0], 4, 0) == b"aaaa"
-    assert fs.opened() == ["a", "a"]
-    assert fs.closed() == ["a"]
-    assert len(cache) == 1
-    cache.close()
-
-
-def test_out_of_descriptors_the_idle_ones_are_given_up(fs: HookedFileSystem, paths: list[str]) -> None:
-    a, b, c, d = paths
-    cache = DescriptorCache(fs, 10)
-    with free_descriptors(2):
-        cache.pread(a, 1, 0)
-        cache.pread(b, 1, 0)
-        assert cache.pread(c, 4, 0) == b"cccc"
-        assert sorted(fs.closed()) == ["a", "b"]
-    fs.fail("open", errno.EMFILE, times=None)
-    with pytest.raises(StoreIOError) as caught:
-        cache.pread(d, 4, 0)
-    assert caught.value.errno == errno.EMFILE
-    fs.heal()
-    assert cache.pread(d, 4, 0) == b"dddd"  # goes on when the cause is gone
-    cache.close()
-
-
-def test_files_are_not_created_and_a_failed_call_leaves_nothing_in_use(fs: HookedFileSystem, paths: list[str]) -> None:
-    cache = DescriptorCache(fs, 2)
-    with pytest.raises(FileNotFoundError):
-        cache.pwrite(paths[0] + "-missing", b"x", 0)
-    fs.fail("pwrite", errno.EIO)
-    with pytest.raises(StoreIOError, match="a"):
-        cache.pwrite(paths[0], b"x", 0)
-    cache.close()
-    assert fs.closed() == ["a"]
-
-
-def test_a_reader_cannot_write(fs: HookedFileSystem, paths: list[str]) -> None:
-    cache = DescriptorCache(fs, 2, writable=False)
-    with pytest.raises((ReadOnlyStoreError, StoreIOError)):
-        cache.pwrite(paths[0], b"x", 0)
-    assert cache.pread(paths[0], 4, 0) == b"aaaa"
-    cache.close()
-
-
 def test_a_closed_cache_refuses(fs: HookedFileSystem, paths: list[str]) -> None:
     cache = DescriptorCache(fs, 2)
     cache.close()
     cache.close()
     with pytest.raises(StoreClosedError):
         cache.pread(paths[0], 1, 0)
-
-
-def test_many_threads_see_the_right_bytes_and_leave_no_descriptor(fs: HookedFileSystem, paths: list[str]) -> None:
-    cache = DescriptorCache(fs, 2)
-    wrong: list[bytes] = []
-
-    def work(shift: int) -> None:
-        for step in range(200):
-            path = paths[(shift + step) % 4]
-            if step % 17 == 0:
-                cache.forget(path)
-            data = cache.pread(path, 4, 0)
-            if data != Path(path).name.encode() * 4:
-                wrong.append(data)
-
-    threads = [threading.Thread(target=work, args=(shift,)) for shift in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert len(cache) <= 2
-    cache.close()
-    assert sorted(fs.opened()) == sorted(fs.closed())

@@ -13,7 +13,7 @@ from mqstore.errors import ReadOnlyStoreError, StoreFullError, StoreIOError
 from mqstore.files import system
 from mqstore.files.filesystem import REAL
 from mqstore.files.readonly_fs import QUIET
-from tests.faults import Crash, FaultyFileSystem
+from tests.faults import FaultyFileSystem
 
 NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL
 
@@ -30,15 +30,6 @@ def test_a_new_file_is_private_and_not_inherited_by_programs(tmp_path: Path) -> 
     REAL.close(fd)
     REAL.mkdir(tmp_path / "folder")
     assert (tmp_path / "folder").stat().st_mode & 0o777 == 0o700
-
-
-def test_read_across_the_end_is_short(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"0123456789")
-    fd = REAL.open(tmp_path / "a", os.O_RDONLY)
-    assert REAL.pread(fd, 4, 3) == b"3456"
-    assert REAL.pread(fd, 100, 7) == b"789"
-    assert REAL.pread(fd, 100, 10) == b""
-    REAL.close(fd)
 
 
 def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,33 +196,6 @@ def test_each_folder_that_was_missing_is_durable_before_the_next_is_made(tmp_pat
         ("sync_directory", str(tmp_path / "a")),
     ]
     assert not fs.make_folders(tmp_path / "a" / "b")
-
-
-# -- the fault injector itself: a test that scripts a fault relies on it happening -------------------------------------
-
-
-def test_a_write_can_be_torn_by_an_error(tmp_path: Path, fs: FaultyFileSystem) -> None:
-    fs.shorten("pwrite", length=4, nth=2, fail_rest=errno.ENOSPC)
-    fd = fs.open(tmp_path / "a", NEW)
-    fs.pwrite(fd, b"----------", 0)
-    with pytest.raises(StoreFullError):
-        fs.pwrite(fd, b"0123456789", 0)
-    fs.pwrite(fd, b"x", 9)
-    fs.close(fd)
-    assert (tmp_path / "a").read_bytes() == b"0123-----x"
-
-
-@pytest.mark.parametrize(("torn", "left"), [(False, b"one"), (True, b"onetw")])
-def test_after_a_crash_nothing_happens_any_more(tmp_path: Path, fs: FaultyFileSystem, torn: bool, left: bytes) -> None:
-    fd = fs.open(tmp_path / "a", NEW)
-    fs.crash(2, torn=torn)
-    fs.pwrite(fd, b"one", 0)
-    with pytest.raises(Crash):
-        fs.pwrite(fd, b"two!", 3)
-    with pytest.raises(Crash):
-        fs.unlink(tmp_path / "a")
-    fs.close(fd)
-    assert (tmp_path / "a").read_bytes() == left
 
 
 @pytest.mark.parametrize("some", [None, 0, 3])

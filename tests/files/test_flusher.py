@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import random
 import signal
 import threading
 import time
@@ -239,6 +238,17 @@ def test_the_watermark_never_goes_back() -> None:
     assert commit.flushed == 100
 
 
+def test_waiting_for_an_unwritten_offset_is_a_caller_error() -> None:
+    disk = Disk()
+    commit = GroupCommit(disk.sync)
+
+    with pytest.raises(AssertionError, match="waited for 11"):
+        commit.wait_until(disk.append() + 1, 5)
+
+    assert at_rest(commit)
+    assert commit.wait_until(10, 5) is True
+
+
 def test_a_failed_sync_is_final_for_all_now_and_later() -> None:
     disk = Disk()
     disk.errors[2] = OSError(5, "Input/output error")
@@ -341,116 +351,3 @@ def test_ctrl_c_in_an_error_handler_is_not_a_failure(handled: BaseException) -> 
 
     assert commit.failure is None
     assert commit.sync_now()
-
-
-def test_waiting_for_an_unwritten_offset_is_a_caller_error() -> None:
-    disk = Disk()
-    commit = GroupCommit(disk.sync)
-
-    with pytest.raises(AssertionError, match="waited for 11"):
-        commit.wait_until(disk.append() + 1, 5)
-
-    assert at_rest(commit)
-    assert commit.wait_until(10, 5) is True
-
-
-class Storm:
-    """Many threads append and wait; the fake sync checks that it is alone, and takes a random number of steps."""
-
-    def __init__(self, seed: int, *, fail_at: int = -1, interrupt_every: int = 0) -> None:
-        self.random = random.Random(seed)
-        self.lock = threading.Lock()
-        self.appended = 0
-        self.durable = 0
-        self.rounds = 0
-        self.alone = threading.Lock()
-        self.overlapped = False
-        self.fail_at = fail_at
-        self.interrupt_every = interrupt_every
-        self.commit = GroupCommit(self.sync)
-
-    def sync(self, flushed: int) -> int:
-        if not self.alone.acquire(blocking=False):
-            self.overlapped = True
-            return flushed
-        try:
-            self.rounds += 1
-            end = self.appended
-            for _ in range(self.random.randrange(4)):
-                time.sleep(0)
-            if self.rounds == self.fail_at:
-                raise OSError(5, "Input/output error")
-            if self.interrupt_every and self.rounds % self.interrupt_every == 0:
-                raise KeyboardInterrupt
-            self.durable = end
-            return end
-        finally:
-            self.alone.release()
-
-    def run(self, threads: int, puts: int, timeouts: tuple[float | None, ...] = (None,)) -> dict[str, int]:
-        counts = dict.fromkeys(("acknowledged", "late", "failed", "interrupted", "lied"), 0)
-
-        def work(number: int) -> None:
-            for turn in range(puts):
-                with self.lock:
-                    self.appended += 7
-                    target = self.appended
-                timeout_s = timeouts[(turn + number) % len(timeouts)]
-                try:
-                    if turn % 29 == 28:
-                        result = self.commit.sync_now(timeout_s)
-                    else:
-                        result = self.commit.wait_until(target, timeout_s)
-                except FlushFailedError:
-                    kind = "failed"
-                except KeyboardInterrupt:
-                    kind = "interrupted"
-                else:
-                    kind = "late" if not result else "acknowledged" if self.durable >= target else "lied"
-                with self.lock:
-                    counts[kind] += 1
-
-        workers = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(threads)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join(LIMIT_S)
-        assert not any(worker.is_alive() for worker in workers), "somebody was forgotten"
-        assert not self.overlapped, "two synced at once"
-        assert at_rest(self.commit)
-        assert counts["lied"] == 0
-        assert sum(counts.values()) == threads * puts
-        return counts
-
-
-def test_storm_of_sixteen_threads() -> None:
-    storm = Storm(1)
-
-    counts = storm.run(16, 200)
-
-    assert counts["acknowledged"] == 3200
-    assert storm.rounds < 3200, "nobody shared a sync"
-
-
-def test_storm_with_timeouts() -> None:
-    counts = Storm(2).run(16, 200, timeouts=(None, 0, 0.00005, 0.0005))
-
-    assert counts["failed"] == counts["interrupted"] == 0
-    assert counts["acknowledged"] > 0
-
-
-def test_storm_with_interrupted_leaders() -> None:
-    counts = Storm(3, interrupt_every=5).run(16, 100, timeouts=(None, 0.0002))
-
-    assert counts["interrupted"] > 0
-    assert counts["failed"] == 0
-
-
-def test_storm_that_ends_in_a_failure() -> None:
-    storm = Storm(4, fail_at=40)
-
-    counts = storm.run(16, 100)
-
-    assert storm.rounds == 40
-    assert counts["failed"] > 0
-    assert counts["acknowledged"] > 0

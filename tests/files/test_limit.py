@@ -2,20 +2,17 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mqstore.errors import StoreIOError
-from mqstore.files import limit
+from mqstore.files import filesystem
 from mqstore.files.descriptors import DescriptorCache
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.readonly_fs import QUIET
 from tests.scarce import free_descriptors
-
-MAPPINGS_ARE_FREE = sys.platform == "linux" or sys.version_info >= (3, 13)
 
 
 @pytest.fixture
@@ -75,29 +72,10 @@ def test_a_descriptor_in_use_is_not_given_back(paths: list[str]) -> None:
     cache.close()
 
 
-@pytest.mark.skipif(not MAPPINGS_ARE_FREE, reason="before CPython 3.13 a mapping keeps a descriptor there")
-@pytest.mark.parametrize("writable", [False, True])
-def test_mappings_keep_no_descriptor(paths: list[str], writable: bool) -> None:
-    mappings = []
-    with free_descriptors(1):
-        for path in paths:
-            fd = REAL.open(path, os.O_RDWR)
-            mappings.append(REAL.map(fd, 4096, writable=writable))
-            REAL.close(fd)
-    for number, mapping in enumerate(mappings):
-        assert mapping[:] == b"%d" % number * 4096
-        assert memoryview(mapping).readonly is not writable
-    if writable:
-        mappings[3][:5] = b"hello"
-        assert Path(paths[3]).read_bytes()[:6] == b"hello3"
-    Path(paths[2]).write_bytes(b"other" + bytes(4091))
-    assert mappings[2][:5] == b"other"
-
-
 def test_free_descriptors_are_counted() -> None:
-    before = limit.free_descriptors()
+    before = filesystem.free_descriptors()
     fd = os.open(os.devnull, os.O_RDONLY)
-    assert limit.free_descriptors() == before - 1
+    assert filesystem.free_descriptors() == before - 1
     os.close(fd)
     with free_descriptors(20):
-        assert 0 < limit.free_descriptors() <= 21
+        assert 0 < filesystem.free_descriptors() <= 21

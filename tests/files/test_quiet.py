@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from mqstore.errors import ReadOnlyStoreError
-from mqstore.files.filesystem import REAL
 from mqstore.files.readonly_fs import QUIET
 
 _OLD = (1_000_000_000, 1_600_000_000)
@@ -26,14 +25,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "f"
 
 
-def test_it_reads_what_the_real_one_reads(folder: Path) -> None:
-    for fs in (QUIET, REAL):
-        assert fs.scandir(folder) == ["a", "dangling", "link", "sub"]
-        assert fs.scandir_files(folder) == [("a", 5), ("link", 5)]
-        assert fs.scandir_directories(folder) == ["sub"]
-        assert fs.read_whole(folder / "a", 10) == b"hello"
-
-
 @pytest.mark.skipif(not hasattr(os, "O_NOATIME"), reason="the platform cannot read without moving access times")
 def test_access_times_stay(folder: Path) -> None:
     QUIET.scandir(folder)
@@ -47,13 +38,6 @@ def test_access_times_stay(folder: Path) -> None:
 
     assert (folder / "a").stat().st_atime == _OLD[0]
     assert folder.stat().st_atime == _OLD[0]
-
-
-def test_missing_file_raises_as_usual(folder: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        QUIET.open(folder / "nonesuch", os.O_RDONLY)
-    with pytest.raises(FileNotFoundError):
-        QUIET.scandir(folder / "nonesuch")
 
 
 def test_files_of_others_are_read_all_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from mqstore.files.segments import SegmentRun
 from mqstore.files.segmentwriter import SegmentWriter
 from mqstore.native import kernel
 from tests.faults import FaultyFileSystem
-from tests.holding import held, linux_only, mapped_files
+from tests.holding import linux_only, mapped_files
 from tests.without import compiled
 
 SIZE = 16 * 1024  # a few pages
@@ -61,27 +60,6 @@ def mapped_names(folder: Path) -> list[str]:
 
 
 # --- growing ----------------------------------------------------------------------------------------------------------
-
-
-def test_an_empty_run_has_nothing_and_makes_no_folder(folder: Path) -> None:
-    run = open_run(folder)
-
-    assert (run.starts, run.min_offset, run.end, run.last) == ((), 0, 0, None)
-    assert run.find(0) is None
-    assert not folder.exists()
-
-
-def test_created_segments_have_twenty_digits_full_length_and_zeros(folder: Path) -> None:
-    run = open_run(folder)
-
-    for start in (3 * SIZE, 4 * SIZE):
-        run.create(start)
-
-    assert names(folder) == ["00000000000000049152", "00000000000000065536"]
-    assert all((folder / name).read_bytes() == bytes(SIZE) for name in names(folder))
-    assert names(folder.parent / "tmp") == []
-    assert (run.starts, run.min_offset, run.end) == ((3 * SIZE, 4 * SIZE), 3 * SIZE, 5 * SIZE)
-    assert run.last is run.find(4 * SIZE)
 
 
 @pytest.mark.parametrize("start", [0, SIZE, 2 * SIZE + 20, -SIZE, 1 << 63])
@@ -147,31 +125,6 @@ def test_files_and_folders_have_their_modes(folder: Path) -> None:
         0o750 & ~umask,
         0o640 & ~umask,
     ]
-
-
-def test_offsets_beyond_four_gibibytes_and_sparse_files_of_that_length(folder: Path) -> None:
-    size = 6 << 30
-    run = open_run(folder, size=size, sparse=True)
-    start = size * 1_000_000_000  # the greatest that fits is near 2**63
-
-    segment = run.create(start)
-    run.write(start + (5 << 30), b"far out")
-    run.sync(start, start + size)
-
-    assert run.end == start + size
-    assert run.find(start + (5 << 30)) is segment
-    assert run.mapping(segment)[5 << 30 : (5 << 30) + 7] == b"far out"
-    assert not segment.writable
-    if sys.platform == "linux":
-        assert os.stat(segment.path).st_blocks * 512 < 1 << 20
-    again = open_run(folder, size=size, sparse=True)
-    assert again.starts == (start,)
-
-
-def test_mapped_files_have_their_disk_blocks(folder: Path) -> None:
-    segment = open_run(folder).create(0)
-
-    assert os.stat(segment.path).st_blocks * 512 >= SIZE
 
 
 # --- a full disk, and other refusals ----------------------------------------------------------------------------------
@@ -272,19 +225,6 @@ def test_a_name_that_comes_during_a_folder_sync_is_not_taken_for_durable(folder:
 # --- mappings ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("offset", "error"), [(SIZE - 3, ValueError), (2 * SIZE - 3, ValueError), (3 * SIZE, ValueError)]
-)
-def test_a_write_across_the_end_of_a_segment_is_refused(folder: Path, offset: int, error: type[Exception]) -> None:
-    run = filled(folder, 2)
-
-    with pytest.raises(error):
-        run.write(offset, b"four")
-
-    assert (folder / segment_name(0)).read_bytes() == b"\x01" * SIZE
-    assert [os.path.getsize(folder / name) for name in names(folder)] == [SIZE, SIZE]
-
-
 def test_only_the_last_segments_can_be_changed_through_a_mapping(folder: Path) -> None:
     run = open_run(folder)
     segments = [run.create(number * SIZE) for number in range(4)]
@@ -309,6 +249,19 @@ def test_only_the_last_two_segments_are_writable(folder: Path) -> None:
     assert run.mapping(segments[0])[0:1] == b"x"
 
 
+@pytest.mark.parametrize(
+    ("offset", "error"), [(SIZE - 3, ValueError), (2 * SIZE - 3, ValueError), (3 * SIZE, ValueError)]
+)
+def test_a_write_across_the_end_of_a_segment_is_refused(folder: Path, offset: int, error: type[Exception]) -> None:
+    run = filled(folder, 2)
+
+    with pytest.raises(error):
+        run.write(offset, b"four")
+
+    assert (folder / segment_name(0)).read_bytes() == b"\x01" * SIZE
+    assert [os.path.getsize(folder / name) for name in names(folder)] == [SIZE, SIZE]
+
+
 def test_next_segment_retires_the_others(folder: Path) -> None:
     run = open_run(folder)
     segments = []
@@ -328,30 +281,6 @@ def test_next_segment_retires_the_others(folder: Path) -> None:
     assert run.mapping(segments[0])[0:2] == b"!\x01"
 
 
-def test_after_a_cut_the_new_last_segment_is_writable_again(folder: Path) -> None:
-    run = filled(folder, 4)
-    first = run.find(0)
-    assert first is not None
-    assert run.mapping(first)[0] == 1
-
-    run.drop_from(SIZE)
-
-    assert run.last is first
-    run.mapping(first)[0:1] = b"x"
-    run.write(1, b"y")
-    assert (folder / segment_name(0)).read_bytes()[:2] == b"xy"
-
-
-def test_a_reader_maps_nothing_writable(folder: Path) -> None:
-    filled(folder, 2)
-    run = open_reader(folder)
-    assert run.last is not None
-
-    with pytest.raises(TypeError):
-        run.mapping(run.last)[0:1] = b"x"
-    assert (folder / segment_name(0)).read_bytes() == b"\x01" * SIZE
-
-
 @linux_only
 def test_the_run_keeps_as_many_mappings_as_it_may_the_last_used_ones(folder: Path) -> None:
     filled(folder, 8).close()
@@ -365,33 +294,6 @@ def test_the_run_keeps_as_many_mappings_as_it_may_the_last_used_ones(folder: Pat
     assert mapped_names(folder) == [segment_name(number * SIZE) for number in (0, 5, 7)]
     run.close()
     assert mapped_names(folder) == []
-
-
-@linux_only
-def test_a_writer_keeps_two_mappings_more_and_gives_back_descriptors(folder: Path) -> None:
-    run = open_run(folder, max_mappings=2)
-    for number in range(8):
-        segment = run.create(number * SIZE)
-        run.mapping(segment)[0:1] = b"x"
-        run.write(segment.start + 1, b"y")
-        for older in run.segments():
-            run.mapping(older)
-
-    assert len(mapped_names(folder)) == 4
-    run.close()
-    assert held(folder) == []
-
-
-def test_a_dropped_segment_cannot_be_mapped_any_more(folder: Path) -> None:
-    run = filled(folder, 2)
-    first = run.find(0)
-    assert first is not None
-
-    run.drop_before(SIZE)
-
-    with pytest.raises(FileNotFoundError):
-        run.mapping(first)
-    assert run.find(0) is None
 
 
 def test_replaced_segment_does_not_return(folder: Path) -> None:
@@ -434,17 +336,6 @@ def test_zero_reaches_the_far_end_of_a_segment_of_many_chunks(folder: Path) -> N
     assert (folder / segment_name(0)).read_bytes() == bytes(1000) + b"ke" + bytes(size - 1002)
 
 
-def test_zero_shows_in_a_mapping_that_somebody_holds(folder: Path) -> None:
-    run = filled(folder, 1)
-    assert run.last is not None
-    view = memoryview(run.mapping(run.last))
-
-    run.zero(10)
-
-    assert view[:20] == b"\x01" * 10 + bytes(10)
-    view.release()
-
-
 def test_drop_before_removes_whole_segments(folder: Path) -> None:
     fs = FaultyFileSystem()
     run = filled(folder, 4, fs=fs)
@@ -475,15 +366,6 @@ def test_drop_from_removes_the_last_first_so_that_dying_leaves_no_gap(folder: Pa
     assert names(folder) == [segment_name(0), segment_name(SIZE)]
     assert run.end == 2 * SIZE
     assert order_of(fs)[-1] == ("sync_directory", "log")
-
-
-def test_dropping_everything_leaves_a_run_that_can_start_anew(folder: Path) -> None:
-    run = filled(folder, 2)
-
-    run.drop_from(0)
-
-    assert (run.starts, run.end, run.last) == ((), 0, None)
-    assert run.create(7 * SIZE).start == 7 * SIZE
 
 
 # --- opening ----------------------------------------------------------------------------------------------------------
@@ -551,21 +433,6 @@ def test_empty_last_file_is_removed_by_a_writer_only(folder: Path) -> None:
     assert names(folder) == [segment_name(0), segment_name(SIZE)]
 
 
-def test_a_zero_length_file_before_a_short_last_one(folder: Path) -> None:
-    filled(folder, 1).close()
-    (folder / segment_name(SIZE)).touch()
-    (folder / segment_name(2 * SIZE)).write_bytes(b"abc")
-
-    run, problems = problems_of(folder)
-
-    assert problems == [
-        (segment_name(SIZE), "empty_segment", SIZE, 0),
-        (segment_name(2 * SIZE), "segment_size", 2 * SIZE + 3, SIZE - 3),
-        (segment_name(SIZE), "missing_segment", SIZE, SIZE),
-    ]
-    assert run.starts == (0, 2 * SIZE)
-
-
 def test_missing_segments_are_reported_as_one_range(folder: Path) -> None:
     filled(folder, 5).close()
     for number in (1, 2):
@@ -592,30 +459,6 @@ def test_misplaced_names_are_reported_and_ignored(folder: Path) -> None:
 
 
 # --- readers beside a writer ------------------------------------------------------------------------------------------
-
-
-def test_a_reader_sees_new_and_removed_segments_when_it_looks_again(folder: Path) -> None:
-    writer = filled(folder, 3)
-    reader = open_reader(folder)
-    kept = reader.find(2 * SIZE)
-    assert kept is not None
-    mapping = reader.mapping(kept)
-    first = reader.find(0)
-    assert first is not None
-    view = memoryview(reader.mapping(first))
-    assert reader.refresh() is False
-
-    writer.create(3 * SIZE)
-    writer.write(3 * SIZE, b"new")
-    writer.drop_before(SIZE)
-
-    assert reader.refresh() is True
-    assert reader.starts == (SIZE, 2 * SIZE, 3 * SIZE)
-    assert reader.find(2 * SIZE) is kept
-    assert kept.mapping is mapping
-    assert bytes(view[:3]) == b"\x01\x01\x01"
-    assert reader.last is not None
-    assert reader.mapping(reader.last)[:3] == b"new"
 
 
 def test_a_reader_sees_a_mended_segment_in_full(folder: Path) -> None:
@@ -648,17 +491,6 @@ def test_data_end_is_never_too_low(tmp_path: Path, how: str, synced: bool) -> No
         for start in (0, position // 2, position):
             assert position < run.data_end(segment, start) <= size
     assert run.data_end(segment, size) == size
-
-
-@compiled
-def test_a_file_that_is_gone_is_not_asked(tmp_path: Path) -> None:
-    run = SegmentWriter(tmp_path / "log", tmp_path / "tmp", 1 << 20)
-    run.create(0)
-    reader = SegmentRun(tmp_path / "log", 1 << 20)
-    reader.load()
-    [segment] = reader.segments()
-    os.unlink(segment.path)
-    assert reader.data_end(segment, 10) == 1 << 20
 
 
 @compiled

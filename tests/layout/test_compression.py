@@ -40,7 +40,7 @@ def test_bodies_survive_a_round_trip(sys_flag: int, compress: Callable[[bytes], 
 
 
 @every_kind
-@pytest.mark.parametrize("size", [0, 1, 1000, 300_000])
+@pytest.mark.parametrize("size", [0, 1000])
 def test_the_limit_is_exact(sys_flag: int, compress: Callable[[bytes], bytes], size: int) -> None:
     packed = compress(bytes(size))
     assert inflate(sys_flag, packed, max_bytes=size) == bytes(size)

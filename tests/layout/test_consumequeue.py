@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_UNIT, is_message, is_void
+from mqstore.layout.consumequeue import UNIT, UNIT_DTYPE, VOID_UNIT, is_message, is_void
 from mqstore.layout.javahash import tag_hash
 
 
@@ -21,10 +21,6 @@ from mqstore.layout.javahash import tag_hash
 def test_units_equal_the_worked_vectors(unit: tuple[int, int, int], data: str) -> None:
     assert UNIT.pack(*unit) == bytes.fromhex(data)
     assert np.frombuffer(bytes.fromhex(data), UNIT_DTYPE).tolist() == [unit]
-
-
-def test_a_unit_has_twenty_bytes_both_ways() -> None:
-    assert UNIT_BYTES == UNIT_DTYPE.itemsize == len(VOID_UNIT) == 20
 
 
 def test_void_is_exactly_one_pattern() -> None:

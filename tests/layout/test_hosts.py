@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.errors import FormatError, InvalidMessageError
-from mqstore.layout.hosts import LOCAL_HOST, decode_host, encode_host
+from mqstore.layout.hosts import decode_host, encode_host
 
 
 @pytest.mark.parametrize(
@@ -25,10 +25,6 @@ from mqstore.layout.hosts import LOCAL_HOST, decode_host, encode_host
 def test_hosts_encode_to_address_and_a_four_byte_port(text: str, data: str) -> None:
     assert encode_host(text) == bytes.fromhex(data)
     assert decode_host(bytes.fromhex(data)) == text
-
-
-def test_local_host_is_loopback_with_port_zero() -> None:
-    assert decode_host(LOCAL_HOST) == "127.0.0.1:0"
 
 
 @pytest.mark.parametrize(

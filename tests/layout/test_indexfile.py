@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -141,16 +140,6 @@ def test_first_entry_has_the_time_of_its_file(java_diff: int) -> None:
     assert query_entries(buf, 4, unique, begin_ms, begin_ms, 10) == [1024]
     assert query_entries(buf, 4, unique, begin_ms - 9_000_000, begin_ms, 10) == [1024]
     assert query_entries(buf, 4, unique, begin_ms + 1000, begin_ms + 9_000_000, 10) == []
-
-
-def test_the_header_goes_both_ways() -> None:
-    header = IndexHeader.decode(VECTOR_BYTES)
-
-    assert header == (1700000000123, 1700000002999, 1024, 2048, 1, 4)
-    assert header.encode() == VECTOR_BYTES[:HEADER_BYTES]
-    assert IndexHeader.decode(bytes(HEADER_BYTES)) == IndexHeader()
-    with pytest.raises(FormatError, match="at least 40 bytes"):
-        IndexHeader.decode(VECTOR_BYTES[: HEADER_BYTES - 1])
 
 
 def test_shape_is_guessed_only_for_the_default_ratio() -> None:
@@ -363,14 +352,6 @@ def test_a_query_of_a_cut_file_stays_inside(entries: int) -> None:
         query_entries(cut[: HEADER_BYTES + 15], 4, VECTOR[1][0], *ALWAYS, 10)
 
 
-def test_arrays_are_taken_as_well_as_lists() -> None:
-    buf = np.zeros(file_bytes(4, 16), np.uint8)
-    columns = np.array(VECTOR, np.int64).T
-
-    assert put_entries(buf, 4, 16, columns[0].astype(np.int32), columns[1], columns[2]) == 3
-    assert buf.tobytes() == VECTOR_BYTES
-
-
 def test_a_fence_stands_before_and_behind_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other processors may see stores in another order: a slot must not lead to an entry that is not there yet."""
     buf = bytearray(file_bytes(4, 64))
@@ -401,23 +382,21 @@ def test_a_query_takes_the_slot_before_the_header(monkeypatch: pytest.MonkeyPatc
 _PUTS = """
 import mmap, sys
 from mqstore.layout.indexfile import put_entries
-from tests.conftest import GoldenStore
 with open(sys.argv[1], "r+b") as file:
     buf = mmap.mmap(file.fileno(), 0)
-for number in range(1, 10_001):
-    put_entries(buf, 4, 40_000, [0] * int(sys.argv[2]), [number] * int(sys.argv[2]), [1] * int(sys.argv[2]))
+for number in range(1, 3_001):
+    put_entries(buf, 4, 40_000, [0] * 10, [number] * 10, [1] * 10)
 """
 
 
-@pytest.mark.parametrize("at_once", [1, 20])
-def test_a_reader_in_another_process_never_sees_fewer_entries_than_before(tmp_path: Path, at_once: int) -> None:
+def test_a_reader_in_another_process_never_sees_fewer_entries_than_before(tmp_path: Path) -> None:
     """`struct.pack_into` clears what it is going to write: now and then a file that was being filled had no entry."""
     path = tmp_path / "index"
     path.write_bytes(bytes(file_bytes(4, 40_000)))
     with open(path, "r+b") as file:
         buf = mmap.mmap(file.fileno(), 0)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    writer = subprocess.Popen([sys.executable, "-c", _PUTS, str(path), str(at_once)], env=environment)
+    writer = subprocess.Popen([sys.executable, "-c", _PUTS, str(path)], env=environment)
     seen, fewer = 0, 0
     while writer.poll() is None:
         for _ in range(1000):
@@ -426,4 +405,4 @@ def test_a_reader_in_another_process_never_sees_fewer_entries_than_before(tmp_pa
             seen = max(seen, count)
 
     assert writer.returncode == 0
-    assert (fewer, IndexHeader.decode(buf).next_entry) == (0, min(40_000, 10_000 * at_once + 1))
+    assert (fewer, IndexHeader.decode(buf).next_entry) == (0, 30_001)

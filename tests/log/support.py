@@ -16,6 +16,8 @@ import pytest
 
 from mqstore import Durability, Profile, QueueRef, SimulatedClock, StoreConfig
 from mqstore.files.filesystem import FileSystem, StrPath
+from mqstore.jobs import recover
+from mqstore.layout.checkpoint import Checkpoint, decode
 from mqstore.log import commitlog
 from mqstore.log.reading.reader import StoreReader
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
@@ -31,6 +33,7 @@ __all__ = [
     "act_behind",
     "all_queues",
     "as_ours",
+    "checkpoint_of",
     "checkpointed",
     "delete_as_java",
     "dispatcher_of",
@@ -43,6 +46,7 @@ __all__ = [
     "overwrite",
     "overwrite_log",
     "reboot",
+    "recovered",
     "segment",
     "segment_of",
     "units_of",
@@ -184,11 +188,23 @@ def checkpointed(store: MessageStore) -> None:
     store.run_once(2000)
 
 
+def checkpoint_of(root: Path) -> Checkpoint:
+    """What the checkpoint says."""
+    return decode((root / "checkpoint").read_bytes())
+
+
 def note_in_checkpoint(root: Path, **said: Any) -> None:
     """Have the checkpoint say something else."""
     checkpoint = CheckpointFile(root, Unsynced(), 0o600)
     checkpoint.load()
     checkpoint.save(replace(checkpoint.current, **said))
+
+
+def recovered(root: Path, **options: Any) -> Any:
+    """Recover a store, and return the report."""
+    [found] = recover(root, **options)
+    assert found.report is not None
+    return found.report
 
 
 def delete_as_java(root: Path, topic: str) -> None:

@@ -22,30 +22,6 @@ from mqstore.log.store import MessageStore
 from tests.children import fork
 
 
-def test_error_is_raised_with_the_result() -> None:
-    with Prefetch[int]("reader") as ahead:
-        ahead.begin(lambda: 1 // 0)
-        with pytest.raises(ZeroDivisionError):
-            ahead.result()
-        ahead.begin(lambda: 2)
-        assert ahead.result() == 2
-
-
-def test_at_its_end_nothing_runs_any_more() -> None:
-    begun, may_end, ended = threading.Event(), threading.Event(), []
-
-    def call() -> None:
-        begun.set()
-        may_end.wait(10)
-        ended.append(True)
-
-    with Prefetch[None]("reader") as ahead:
-        ahead.begin(call)
-        begun.wait(10)
-        threading.Timer(0.05, may_end.set).start()
-    assert ended == [True]
-
-
 @pytest.mark.parametrize("asked", [False, True])
 def test_ctrl_c_does_not_end_the_wait_for_its_end(asked: bool) -> None:
     """The call went on with a descriptor, a file's by then that was opened meanwhile. Python takes a thread for ended

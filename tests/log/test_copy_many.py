@@ -87,7 +87,7 @@ def test_copies_are_as_append_makes_them(tmp_path: Path, profile: Profile, store
     assert logs[0] == logs[1]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_runs_to_one_queue_with_others_among_them(tmp_path: Path, seed: int) -> None:
     """Copies of every kind in any order: the ordinary ones that follow each other are dealt with together."""
     odd = [
@@ -186,13 +186,3 @@ def test_a_full_disk_stores_none_of_them_and_takes_no_number(tmp_path: Path) -> 
         store.copy_many(copies)
     assert store.max_offset == end
     assert store.offsets("to") == (0, 1)
-
-
-def test_in_a_store_that_shows_what_is_flushed_copies_wait_for_that(tmp_path: Path) -> None:
-    store = filled(tmp_path / "s", durability="flush")
-    copies = copies_of(store)[:3]
-    store.copy_many(copies)
-    assert store.offsets_or_none("to", 5) in (None, (0, 0))
-    store.run_once(0)
-    store.run_once(10_000)
-    assert [message.offset for message in all_of(store, "to", 5)] == [0]

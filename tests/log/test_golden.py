@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+import mqstore
 from mqstore import SimulatedClock
+from mqstore.engine import row_of
 from mqstore.errors import ConfigError, OffsetOutOfRangeError
-from mqstore.log.message import row_of
-from mqstore.log.store import MessageStore
 from tests.conftest import GOLDEN_NAMES, Golden, GoldenStore
 from tests.log.support import EXPORTED, as_ours, open_store
 
@@ -131,7 +131,7 @@ def test_put_into_a_java_store_uses_its_checksum(golden: Golden) -> None:
 def test_the_other_profile_is_refused_for_a_java_store(golden: Golden) -> None:
     java = golden("clean")
     with pytest.raises(ConfigError, match="mqstore produce --exported"):
-        MessageStore(java.path, profile="mqstore")
+        mqstore.open(java.path, profile="mqstore")
 
 
 def test_a_java_store_is_read_without_write_permission(golden: Golden) -> None:

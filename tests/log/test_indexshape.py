@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -47,10 +46,6 @@ def test_java_files_show_their_shape(golden: Callable[[str], GoldenStore], name:
     assert shape_of_file(files[0], REAL) == shape
 
 
-def test_empty_file_has_no_shape() -> None:
-    assert shape_of(index_file(53, 200, 0)) is None
-
-
 def test_without_the_head_of_the_last_entrys_chain_there_is_no_evidence() -> None:
     data = index_file(53, 200, 150)
     data[40 : 40 + 4 * 53] = 0
@@ -73,8 +68,3 @@ def test_any_flipped_byte_gives_the_shape_or_nothing() -> None:
         data[at] ^= 0x55
         assert shape_of(data) in ((53, 200), None), at
         data[at] ^= 0x55
-
-
-def test_missing_file_has_no_shape(tmp_path: Path) -> None:
-    assert shape_of_file(tmp_path / "nonesuch", REAL) is None
-    assert shape_of_file(tmp_path, REAL) is None

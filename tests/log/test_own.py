@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 import mqstore
+from mqstore.admin import rebuild_config
 from mqstore.errors import StoreIOError
-from mqstore.log.recovery.recover import RecoverOptions
-from mqstore.log.recovery.repair import rebuild_config, recover_store
-from mqstore.log.store import MessageStore
+from mqstore.jobs import recover
 from tests.log.support import open_in
 
 OWN = (
@@ -54,7 +53,7 @@ def test_a_link_is_refused_by_name_and_nothing_is_changed(root: Path, tmp_path: 
         (elsewhere / "cq-1").write_bytes(b"precious")
     path.symlink_to(elsewhere)
     before = _everything(tmp_path)
-    for opened in (lambda: MessageStore(root), lambda: recover_store(root, RecoverOptions())):
+    for opened in (lambda: mqstore.open(root), lambda: recover(root)):
         with pytest.raises(StoreIOError, match="symbolic link") as caught:
             opened()
         assert str(path) in str(caught.value)
@@ -86,10 +85,10 @@ def test_a_refused_store_still_counts_as_closed_cleanly(root: Path, tmp_path: Pa
     queue.rename(tmp_path / "elsewhere")
     queue.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StoreIOError, match="symbolic link"):
-        MessageStore(root)
+        mqstore.open(root)
     queue.unlink()
     (tmp_path / "elsewhere").rename(queue)
-    with MessageStore(root) as store:
+    with open_in("rw", root) as store:
         assert store.clean_shutdown
 
 

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore import Durability, Message, OutgoingMessage, SimulatedClock
+from mqstore import Durability, OutgoingMessage, SimulatedClock
 from mqstore.errors import (
     ConfigError,
     InvalidMessageError,
@@ -27,15 +27,19 @@ from mqstore.errors import (
     StoreFullError,
     StoreIOError,
 )
-from mqstore.files.segmentwriter import SegmentWriter
-from mqstore.layout.checkpoint import Checkpoint, encode
-from mqstore.layout.encode import lengths_of
-from mqstore.log import commitlog as commitlog_module
-from mqstore.log.store import MessageStore
-from mqstore.native import kernel
 from tests.faults import FaultyFileSystem
-from tests.log.support import HEADER, SEGMENT, Unsynced, act_behind, files, kill, open_store, units_of
-from tests.without import put_by_python
+from tests.log.support import (
+    HEADER,
+    SEGMENT,
+    Unsynced,
+    act_behind,
+    files,
+    kill,
+    note_in_checkpoint,
+    open_store,
+    units_of,
+)
+from tests.without import COMPILED, put_by_python
 
 PROFILES = ["mqstore", "rocketmq"]
 V1, V2, BLANK = -626843481, -626843477, -875286124
@@ -80,18 +84,16 @@ SURROGATE = ("tag", "keys", "properties")
 """UTF-8 cannot hold a lone surrogate: the encoder finds that, and names the properties as a whole."""
 
 
-def put_one(store: MessageStore, topic: Any = "topic", body: Any = b"x", queue_id: Any = 0, **options: Any) -> None:
+def put_one(store: Any, topic: Any = "topic", body: Any = b"x", queue_id: Any = 0, **options: Any) -> None:
     store.put(topic, body, queue_id, **options)
 
 
-def put_second_of_two(
-    store: MessageStore, topic: Any = "topic", body: Any = b"x", queue_id: Any = 0, **options: Any
-) -> None:
+def put_second_of_two(store: Any, topic: Any = "topic", body: Any = b"x", queue_id: Any = 0, **options: Any) -> None:
     store.put_many(topic, [b"first", OutgoingMessage(body, **options)], queue_id)
 
 
 @pytest.mark.parametrize("put", [put_one, put_second_of_two])
-def test_invalid_message_is_refused_and_leaves_nothing(store: MessageStore, put: Callable[..., None]) -> None:
+def test_invalid_message_is_refused_and_leaves_nothing(store: Any, put: Callable[..., None]) -> None:
     before = files(store.path)
     for field, arguments in REFUSED:
         with pytest.raises(InvalidMessageError) as caught:
@@ -103,7 +105,7 @@ def test_invalid_message_is_refused_and_leaves_nothing(store: MessageStore, put:
     assert store.put("topic", b"next").offset == 0
 
 
-def test_an_unknown_durability_is_refused_before_anything_is_written(store: MessageStore) -> None:
+def test_an_unknown_durability_is_refused_before_anything_is_written(store: Any) -> None:
     wrong: Any = "disk"
     for put in (
         lambda: store.put("t", b"x", durability=wrong),
@@ -168,7 +170,7 @@ TEXT = st.text(
     flag=st.just(0) | st.integers(-(1 << 31), (1 << 31) - 1),
 )
 def test_any_text_and_bytes_come_back_the_same_or_are_refused(
-    store: MessageStore, body: bytes, tag: Any, keys: Any, properties: Any, unique_key: Any, group: Any, flag: int
+    store: Any, body: bytes, tag: Any, keys: Any, properties: Any, unique_key: Any, group: Any, flag: int
 ) -> None:
     end = store.max_offset
     refused = None
@@ -198,17 +200,10 @@ def test_any_text_and_bytes_come_back_the_same_or_are_refused(
 
 
 @pytest.mark.parametrize("body", [b"", bytearray(b"array"), memoryview(b"a view")[2:], bytes(range(256))])
-def test_any_kind_of_bytes_is_a_body(store: MessageStore, body: Any) -> None:
+def test_any_kind_of_bytes_is_a_body(store: Any, body: Any) -> None:
     store.put("t", body)
     store.put_many("t", [body, OutgoingMessage(body)])
     assert [m.body for m in store.read("t")] == [bytes(body)] * 3
-
-
-def test_the_caller_may_reuse_its_buffer(store: MessageStore) -> None:
-    buffer = bytearray(b"first")
-    store.put("t", buffer)
-    buffer[:] = b"other"
-    assert store.read("t")[0].body == b"first"
 
 
 def test_a_body_of_max_message_size_fits_and_one_byte_more_does_not(tmp_path: Path) -> None:
@@ -238,16 +233,13 @@ def test_properties_of_32767_bytes_fit_and_one_byte_more_does_not(tmp_path: Path
 @pytest.mark.parametrize(
     ("topic", "magic"),
     [
-        ("t", V1),
-        ("A-Z_a|z%09", V1),
         ("t" * 127, V1),
         ("%RETRY%" + "g" * 120, V1),
         ("%RETRY%" + "g" * 121, V2),
         ("%DLQ%" + "g" * 250, V2),
-        ("%RETRY%" + "g" * 248, V2),
     ],
 )
-def test_version_2_begins_where_a_topic_has_more_than_127_bytes(store: MessageStore, topic: str, magic: int) -> None:
+def test_version_2_begins_where_a_topic_has_more_than_127_bytes(store: Any, topic: str, magic: int) -> None:
     store.put(topic, b"one", tag="T")
     store.put_many(topic, [b"two"])
     store.append(topic, 0, b"three")
@@ -332,7 +324,7 @@ def test_all_four_mixtures_of_host_families(tmp_path: Path, profile: Any, store_
 @pytest.mark.parametrize(
     ("sys_flag", "has_unit"), [(0, True), (0x4, False), (0x8, True), (0xC, False), (0x40, True), (1 << 20, True)]
 )
-def test_prepared_and_rollback_records_take_no_number(store: MessageStore, sys_flag: int, has_unit: bool) -> None:
+def test_prepared_and_rollback_records_take_no_number(store: Any, sys_flag: int, has_unit: bool) -> None:
     first = store.put("t", b"before")
     receipt = store.append("t", 0, b"x", sys_flag=sys_flag, prepared_transaction_offset=1 << 40)
     last = store.put("t", b"after")
@@ -343,7 +335,7 @@ def test_prepared_and_rollback_records_take_no_number(store: MessageStore, sys_f
     assert list(store.verify()) == []
 
 
-def test_the_crc_property_of_another_record_is_left_out(store: MessageStore) -> None:
+def test_the_crc_property_of_another_record_is_left_out(store: Any) -> None:
     """It once was stored as it came. The record then failed its own check: it could not be read, and the next
     recovery took it, and all behind it, for a torn tail."""
     foreign = "0123456789"
@@ -388,13 +380,8 @@ def test_a_batch_lies_together_with_one_time_and_consecutive_offsets(tmp_path: P
         assert list(store.verify()) == []
 
 
-def test_a_batch_of_none_is_nothing(store: MessageStore) -> None:
-    assert list(store.put_many("t", [])) == list(store.put_many("t", iter(()))) == []
-    assert store.max_offset == 0
-
-
 @pytest.mark.parametrize("free", range(0, 240, 7))
-def test_a_batch_that_does_not_fit_the_rest_goes_to_the_next_segment_whole(store: MessageStore, free: int) -> None:
+def test_a_batch_that_does_not_fit_the_rest_goes_to_the_next_segment_whole(store: Any, free: int) -> None:
     """The roll test takes the sum (format#batch)."""
     store.put("t", bytes(SEGMENT - 8 - free - HEADER - 1))
     receipts = store.put_many("t", [b"", b""])
@@ -404,7 +391,7 @@ def test_a_batch_that_does_not_fit_the_rest_goes_to_the_next_segment_whole(store
     assert len(store.read("t")) == 3
 
 
-def test_a_batch_larger_than_a_segment_is_cut(store: MessageStore) -> None:
+def test_a_batch_larger_than_a_segment_is_cut(store: Any) -> None:
     bodies = [bytes([i]) * 700 for i in range(12)]
     receipts = store.put_many("t", bodies)
     assert [r.offset for r in receipts] == list(range(12))
@@ -414,7 +401,7 @@ def test_a_batch_larger_than_a_segment_is_cut(store: MessageStore) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 5, 9])
-def test_one_bad_message_keeps_the_whole_lot_out(store: MessageStore, at: int) -> None:
+def test_one_bad_message_keeps_the_whole_lot_out(store: Any, at: int) -> None:
     bodies: list[Any] = [b"x" * 600] * 10  # several segments' worth
     bodies[at] = bytes(SEGMENT)
     with pytest.raises(InvalidMessageError):
@@ -438,7 +425,9 @@ def blank_at(path: Path, position: int, segment_bytes: int) -> tuple[int, int]:
 def test_the_roll_at_every_position_of_a_segment(tmp_path: Path, profile: Any) -> None:
     """A record fits iff its size + 8 is free; else a BLANK fills the rest, 8 bytes at the least (format#blank)."""
     size, second = 1024, 150
-    step = 1 if profile == "mqstore" else 9
+    starts = {*range(HEADER + 1, size - 8 + 1, 9)}
+    if profile == "mqstore":
+        starts.update(range(size - second - 120, size - 8 + 1))  # where the second one just fits, or just does not
     least = HEADER + 1
     expected: list[tuple[int, int]] = []
     blanks: list[tuple[int, int]] = []
@@ -456,11 +445,11 @@ def test_the_roll_at_every_position_of_a_segment(tmp_path: Path, profile: Any) -
             expected.append((end, record_bytes))
             end += record_bytes
 
-        for first in range(least, size - 8 + 1, step):
+        for first in sorted(starts):
             put(first)  # at the start of a segment, since the one before was filled to the last byte
             put(second)
             put(size - 8 - end % size if size - 8 - end % size >= least else size - 8)
-        assert {free for _, free in blanks} >= ({8} if step > 1 else set(range(8, second + 8)))
+        assert {free for _, free in blanks} >= ({8} if profile == "rocketmq" else set(range(8, second + 8)))
         assert [(m.physical_offset, m.size) for m in store.iter("t", 0)] == expected
         assert list(store.verify()) == []
         shutil.copytree(store.path, tmp_path / "crashed")
@@ -495,9 +484,7 @@ def test_physical_offsets_cross_what_32_bits_can_say(tmp_path: Path, profile: An
     path, start = tmp_path / "s", boundary - 2 * SEGMENT
     if profile == "mqstore":  # an emptied store goes on at the end that its checkpoint knows
         open_store(path).close()
-        (path / "checkpoint").write_bytes(
-            encode(Checkpoint(flushed=start, dispatched=start, clean_end=start)).ljust(4096, b"\0")
-        )
+        note_in_checkpoint(path, flushed=start, dispatched=start, clean_end=start, log_start=None)
     else:  # a Java broker's directory, all of whose segments but the last, unused one are gone
         (path / "commitlog").mkdir(parents=True)
         with open(path / "commitlog" / f"{start:020d}", "wb") as file:
@@ -570,7 +557,7 @@ def test_a_roll_that_failed_half_way_is_finished_by_a_later_put(tmp_path: Path, 
 def test_repeated_error_does_not_grow(tmp_path: Path) -> None:
     """One exception object was raised for every put to a closed or failed store, and gathered the frames of them all:
     a producer that kept trying filled the memory."""
-    store: MessageStore = open_store(tmp_path / "s")
+    store = open_store(tmp_path / "s")
     store.put("t", b"x")
     store.close()
     depths = set()
@@ -610,16 +597,6 @@ def test_messages_of_a_flush_store_are_seen_once_they_are_durable(tmp_path: Path
         assert [m.body for m in store.read("t")] == [b"durable", b"not yet", b"soon"]
 
 
-def test_views_outlive_the_store(tmp_path: Path) -> None:
-    store = open_store(tmp_path / "s")
-    store.put("t", b"still here", properties={"n": "v"})
-    (message,) = store.read("t")
-    view = message.body_view
-    store.close()
-    assert isinstance(message, Message)
-    assert (message.body, bytes(view), message.properties) == (b"still here", b"still here", {"n": "v"})
-
-
 def test_partial_put_many_names_the_stored(tmp_path: Path) -> None:
     fs = FaultyFileSystem()
     with open_store(tmp_path / "s", fs=fs, max_message_size=1000) as store:
@@ -651,7 +628,7 @@ def test_partial_put_many_names_the_stored(tmp_path: Path) -> None:
         ("t", {"properties": {"INNER_BASE": "x"}}),
     ],
 )
-def test_a_copy_that_nobody_could_read_is_refused(store: MessageStore, topic: str, fields: dict[str, Any]) -> None:
+def test_a_copy_that_nobody_could_read_is_refused(store: Any, topic: str, fields: dict[str, Any]) -> None:
     """Fields that its bits cannot hold, and numbers that RocketMQ and our own record check take for damage
     (format#verifies). Batches in one record are listed by queues of another kind only (format#batch): one took a number
     of its queue, and nobody ever saw it."""
@@ -663,9 +640,7 @@ def test_a_copy_that_nobody_could_read_is_refused(store: MessageStore, topic: st
 
 
 @pytest.mark.parametrize("call", ["crc32c", "_CRC.pack_into", "encode_records", "encode_copies", "encode_blank"])
-def test_handler_in_the_middle_of_a_put_is_refused(
-    store: MessageStore, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_handler_in_the_middle_of_a_put_is_refused(store: Any, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """Neither its put nor its close may come between the place of a record and its bytes."""
     store.put("t", b"f" * 2000)
     [copied] = store.read("t")
@@ -678,7 +653,7 @@ def test_handler_in_the_middle_of_a_put_is_refused(
             refused.append(act)
 
     act_behind(monkeypatch, call, handler)
-    monkeypatch.setattr(commitlog_module, "kernel", None)  # in a compiled put no handler comes in between
+    monkeypatch.setattr("mqstore.log.commitlog.kernel", None)  # in a compiled put no handler comes in between
     put_by_python(store)
     if call == "encode_records":
         store.put_many("t", [b"m", b"n"])
@@ -703,9 +678,10 @@ def test_a_signal_handler_cannot_close_a_store_while_a_segment_is_made(
     with open_store(tmp_path / "s", durability=durability) as store:
         for _ in range(filled):
             store.put("t", bytes(3000))
-        real = getattr(SegmentWriter, call)
+        kind = type(store.log_files)
+        real = getattr(kind, call)
 
-        def interrupted(run: SegmentWriter, where: Any) -> Any:
+        def interrupted(run: Any, where: Any) -> Any:
             result = real(run, where)
             if run is store.log_files:
                 monkeypatch.undo()
@@ -713,7 +689,7 @@ def test_a_signal_handler_cannot_close_a_store_while_a_segment_is_made(
                     store.close()
             return result
 
-        monkeypatch.setattr(SegmentWriter, call, interrupted)
+        monkeypatch.setattr(kind, call, interrupted)
         assert store.put("t", bytes(3000)).offset == filled
     with open_store(tmp_path / "s") as store:
         assert store.recovery.scanned_from is None
@@ -729,7 +705,7 @@ def test_ctrl_c_in_a_new_segment_leaves_no_file_behind(
     store = open_store(tmp_path / "s", fs=FaultyFileSystem())
     for _ in range(filled):
         store.put("t", bytes(3000))
-    where = type(store.fs) if moment == "replace" else SegmentWriter
+    where = type(store.fs if moment == "replace" else store.log_files)
     real = getattr(where, moment)
 
     def interrupted(self: object, *arguments: Any) -> Any:
@@ -767,7 +743,7 @@ def test_a_handler_can_neither_put_nor_close_in_the_middle_of_a_call(
             handler()
 
         with monkeypatch.context() as patch:
-            patch.setattr(commitlog_module, "_CALL_BYTES", 1000)
+            patch.setattr("mqstore.log.commitlog._CALL_BYTES", 1000)
             patch.setattr(type(store.log_files), "write", interrupted)
             stored = [store.put("t", b"1")] if by == "put" else store.put_many("t", [b"1" * 900, b"2" * 900])
         assert store.put("t", b"last").offset == 1 + len(stored)
@@ -782,7 +758,7 @@ def test_a_handler_can_neither_put_nor_close_in_the_middle_of_a_call(
 @pytest.fixture
 def by_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes 128 KiB elsewhere takes a kilobyte here, so that small segments hold it."""
-    monkeypatch.setattr(commitlog_module, "_CALL_BYTES", 1000)
+    monkeypatch.setattr("mqstore.log.commitlog._CALL_BYTES", 1000)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -790,7 +766,7 @@ def test_written_bytes_equal_a_stored_message(tmp_path: Path, monkeypatch: pytes
     clock = SimulatedClock()
     batches = [[bytes([65 + i]) * n for n in (5, 700, 0, 300 + i)] for i in range(12)]
     for name, limit in (("called", 1000), ("stored", 1 << 40)):
-        monkeypatch.setattr(commitlog_module, "_CALL_BYTES", limit)
+        monkeypatch.setattr("mqstore.log.commitlog._CALL_BYTES", limit)
         fs = FaultyFileSystem()
         with open_store(tmp_path / name, fs=fs, profile=profile, clock=clock) as store:
             for batch in batches:
@@ -801,7 +777,7 @@ def test_written_bytes_equal_a_stored_message(tmp_path: Path, monkeypatch: pytes
             assert list(store.verify()) == []
         paths = [Path(call.path) for call in fs.calls if call.operation == "pwrite"]
         writes = [path for path in paths if path.parent.name == "commitlog" and path.name.isdigit()]
-        assert len(writes) == (len(batches) if name == "called" or kernel is None else 0)
+        assert len(writes) == (len(batches) if name == "called" or not COMPILED else 0)
     called, stored = (files(tmp_path / name) for name in ("called", "stored"))
     for file in stored:
         if file.startswith(("commitlog", "consumequeue", "index")):
@@ -878,12 +854,6 @@ def test_interrupted_write_is_not_a_message(tmp_path: Path, end: str, share: flo
         assert [m.body for m in reopened.read("t")] == expected
         assert sum(len(reopened.read(topic)) for topic in reopened.topics()) == len(expected)
         assert list(reopened.verify()) == []
-
-
-@given(st.lists(st.one_of(st.binary(max_size=40), st.just(bytearray(b"x")), st.just("x")), max_size=8))
-def test_lengths_of_bodies(bodies: list[Any]) -> None:
-    plain = all(type(body) is bytes for body in bodies)
-    assert lengths_of(bodies) == ((max(map(len, bodies), default=0), sum(map(len, bodies))) if plain else None)
 
 
 def test_a_body_of_a_class_derived_from_bytes_is_what_it_holds(tmp_path: Path) -> None:

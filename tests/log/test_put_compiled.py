@@ -179,16 +179,6 @@ _BROKER: dict[str, Any] = {
 
 
 @compiled
-@pytest.mark.parametrize("name", sorted((_NEEDS | _BROKER).keys() - {"topics"}))
-def test_a_sender_that_lacks_something_is_not_made(name: str) -> None:
-    whole = _NEEDS | _BROKER
-    kernel.Sender(**_NEEDS)
-    kernel.Sender(**whole)
-    with pytest.raises(TypeError):
-        kernel.Sender(**{key: value for key, value in whole.items() if key != name})
-
-
-@compiled
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
@@ -233,19 +223,6 @@ def test_a_compiled_put_does_not_come_in_the_middle_of_one_by_python(
 
 
 # -- a method like any other, with compiled parts or without -----------------------------------------------------------
-
-
-class Stamped(MessageStore):
-    """A store that puts a mark before each body."""
-
-    def put(self, topic: str, body: Any, queue_id: int = 0, **options: Any) -> SendReceipt:
-        return super().put(topic, b"mark " + body, queue_id, **options)
-
-
-def test_a_subclass_overrides_put(tmp_path: Path) -> None:
-    with Stamped(tmp_path) as store:
-        store.put("t", b"x", 0, tag="a")
-        assert [(message.body, message.tag) for message in store.read("t")] == [(b"mark x", "a")]
 
 
 def test_put_is_replaced_on_an_object_and_in_the_class(store: MessageStore) -> None:

@@ -54,13 +54,6 @@ def test_the_end_is_behind_the_last_unit_in_use(tmp_path: Path, per_file: int) -
             assert queue.max_offset == count
 
 
-def test_a_hole_is_no_end(tmp_path: Path) -> None:
-    units = [live(i) for i in range(300)]
-    units[7] = units[290] = bytes(UNIT_BYTES)
-    with queue_of(tmp_path, units, 1000) as (_, queue):
-        assert queue.max_offset == 300
-
-
 def test_the_last_message_is_found_before_void_and_empty_units(tmp_path: Path) -> None:
     units = [live(i) for i in range(100)] + [VOID_UNIT, bytes(UNIT_BYTES)] * 40 + [VOID_UNIT]
     with queue_of(tmp_path / "a", units, 64) as (_, queue):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import struct
 import threading
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
@@ -17,15 +18,10 @@ from hypothesis import strategies as st
 
 from mqstore import OutgoingMessage, Profile, SimulatedClock
 from mqstore.errors import FilterError, InvalidMessageError, OffsetOutOfRangeError, StoreClosedError, TopicNotFoundError
-from mqstore.files.filesystem import StrPath
-from mqstore.layout.consumequeue import VOID_UNIT
-from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.reading import iteration
-from mqstore.log.reading.reader import to_ms
-from mqstore.log.store import MessageStore
 from tests.log.support import HEADER, SEGMENT, Unsynced, flip, flip_log, open_store, overwrite, until_parked
 
 UNIT = struct.Struct(">qiq")
+VOID_UNIT = UNIT.pack(0, 0x7FFFFFFF, 0)
 T0 = 1_700_000_000_000
 
 
@@ -45,7 +41,7 @@ def write_unit(path: Path, topic: str, slot: int, unit: bytes) -> None:
 
 
 @pytest.fixture
-def trimmed(store: MessageStore) -> MessageStore:
+def trimmed(store: Any) -> Any:
     """100 messages in `t`, the first of which retention has taken; one topic without retention, `other`."""
     for i in range(100):
         store.put("t", b"%d" % i, tag="even" if i % 2 == 0 else "odd")
@@ -56,7 +52,7 @@ def trimmed(store: MessageStore) -> MessageStore:
     return store
 
 
-def test_the_status_of_each_offset(trimmed: MessageStore) -> None:
+def test_the_status_of_each_offset(trimmed: Any) -> None:
     low, high = trimmed.offsets("t")
     assert 0 < low < high == 100
     table = {
@@ -83,14 +79,14 @@ def test_the_status_of_each_offset(trimmed: MessageStore) -> None:
             assert trimmed.read("t", 0, offset, 3) == result.messages
 
 
-def test_empty_match_continues_behind_the_range(trimmed: MessageStore) -> None:
+def test_empty_match_continues_behind_the_range(trimmed: Any) -> None:
     low, high = trimmed.offsets("t")
     result = trimmed.get("t", 0, low, tags="none")
     assert (result.status, result.next_offset, result.messages) == ("NO_MATCHED_MESSAGE", high, [])
     assert trimmed.read("t", 0, low, tags="none") == []
 
 
-def test_a_topic_or_queue_that_is_not_there(store: MessageStore) -> None:
+def test_a_topic_or_queue_that_is_not_there(store: Any) -> None:
     store.put("t", b"x", 1)
     for topic, queue_id in (("nope", 0), ("t", 0), ("t", -1), ("../t", 1), ("", 0), ("t\0", 1)):
         for read in (store.read, store.offsets, lambda *a: store.wait(*a, 0, 0)):
@@ -104,7 +100,7 @@ def test_a_topic_or_queue_that_is_not_there(store: MessageStore) -> None:
 
 @pytest.mark.parametrize("offset", [0, 5, 7, 8, 9, 39])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 8, 9, 32, 1000])
-def test_a_read_goes_on_across_consume_queue_files_to_its_count(store: MessageStore, offset: int, count: int) -> None:
+def test_a_read_goes_on_across_consume_queue_files_to_its_count(store: Any, offset: int, count: int) -> None:
     store.put_many("t", [b"%d" % i for i in range(40)])
     expected = [b"%d" % i for i in range(40)][offset : offset + count]
     assert bodies(store.read("t", 0, offset, count)) == expected
@@ -114,17 +110,9 @@ def test_a_read_goes_on_across_consume_queue_files_to_its_count(store: MessageSt
     assert result.status == ("FOUND" if count else "NO_MATCHED_MESSAGE")
 
 
-def test_reading_none_is_an_empty_list_with_or_without_a_filter(store: MessageStore) -> None:
-    """It once never returned."""
-    store.put("t", b"x", tag="T")
-    for tags in ("*", "T", "other"):
-        assert store.read("t", 0, 0, 0, tags=tags) == []
-        assert store.get("t", 0, 0, 0, tags=tags).next_offset == 0
-
-
 @pytest.mark.parametrize("tags", ["*", "T"])
 @given(data=st.data())
-def test_the_byte_limit_never_refuses_the_first(store: MessageStore, tags: str, data: st.DataObject) -> None:
+def test_the_byte_limit_never_refuses_the_first(store: Any, tags: str, data: st.DataObject) -> None:
     if not store.topics():
         store.put_many("t", [OutgoingMessage(bytes(i * 7 % 300), tag="T") for i in range(40)])
     sizes = [m.size for m in store.iter("t", 0)]
@@ -161,7 +149,7 @@ def test_the_byte_limit_never_refuses_the_first(store: MessageStore, tags: str, 
         ("aa", ""),
     ],
 )
-def test_a_filter_takes_a_tag_by_hash_and_by_string(store: MessageStore, tags: str | None, expected: str) -> None:
+def test_a_filter_takes_a_tag_by_hash_and_by_string(store: Any, tags: str | None, expected: str) -> None:
     """`Aa` and `BB` have one hash, `polygenelubricants` the least (format#tags-code)."""
     for body, tag in zip("abcdef", ["Aa", "BB", "C", None, "polygenelubricants", "订单"], strict=True):
         store.put("t", body.encode(), tag=tag)
@@ -170,7 +158,7 @@ def test_a_filter_takes_a_tag_by_hash_and_by_string(store: MessageStore, tags: s
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_a_count_limit_is_filled_in_spite_of_colliding_hashes(store: MessageStore, count: int) -> None:
+def test_a_count_limit_is_filled_in_spite_of_colliding_hashes(store: Any, count: int) -> None:
     store.put_many("t", [OutgoingMessage(b"%d" % i, tag="BB" if i % 7 == 6 else "Aa") for i in range(60)])
     read, offset = [], 0
     while messages := store.read("t", 0, offset, count, tags="BB"):
@@ -189,7 +177,7 @@ def test_filtered_read_steps_800_units(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tags", ["* || A", "A || *"])
-def test_a_star_cannot_be_joined_with_tags(store: MessageStore, tags: str) -> None:
+def test_a_star_cannot_be_joined_with_tags(store: Any, tags: str) -> None:
     store.put("t", b"x")
     with pytest.raises(FilterError):
         store.read("t", tags=tags)
@@ -200,7 +188,7 @@ def test_a_star_cannot_be_joined_with_tags(store: MessageStore, tags: str) -> No
 
 
 @pytest.mark.parametrize(("tags", "at"), [("||", 0), ("  || ", 2), ("||||", 0), (" ||  || ", 1)])
-def test_bars_without_a_tag_between_them_are_refused(store: MessageStore, tags: str, at: int) -> None:
+def test_bars_without_a_tag_between_them_are_refused(store: Any, tags: str, at: int) -> None:
     """They passed everything. RocketMQ refuses "||", too (delivery#tags)."""
     store.put("t", b"a", tag="x")
     with pytest.raises(FilterError, match="no tag between the bars") as raised:
@@ -209,7 +197,7 @@ def test_bars_without_a_tag_between_them_are_refused(store: MessageStore, tags: 
     assert len(store.read("t", 0, 0, 10, tags=" ")) == 1
 
 
-def test_delay_units_are_never_filtered_by_tag(store: MessageStore) -> None:
+def test_delay_units_are_never_filtered_by_tag(store: Any) -> None:
     topic = "SCHEDULE_TOPIC_XXXX"
     store.append(topic, 2, b"x", properties={"DELAY": "3", "TAGS": "T"})
     (message,) = store.read(topic, 2)
@@ -289,7 +277,7 @@ def test_verify_reads_can_be_switched_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
-def test_a_record_verified_for_its_own_queue_is_not_served_to_another(store: MessageStore, first: str) -> None:
+def test_a_record_verified_for_its_own_queue_is_not_served_to_another(store: Any, first: str) -> None:
     """Verified records were remembered by their place in the log. After a read of `b`, a damaged unit of `a` that
     pointed there passed for verified, and a message of `b` was served as one of `a`."""
     store.put("a", b"a0")
@@ -376,13 +364,13 @@ def test_iter_merges_queues_by_store_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, None), (3, None), (0, 0), (5, 9), (9, 5), (0, 1000), (100, None)])
-def test_iter_of_one_queue_between_offsets(store: MessageStore, start: int, stop: int | None) -> None:
+def test_iter_of_one_queue_between_offsets(store: Any, start: int, stop: int | None) -> None:
     store.put_many("t", [b"%d" % i for i in range(100)])
     expected = [b"%d" % i for i in range(100)][start:stop]
     assert bodies(store.iter("t", 0, start=start, stop=stop)) == expected
 
 
-def test_iter_says_when_its_start_is_out_of_range_or_no_start(trimmed: MessageStore) -> None:
+def test_iter_says_when_its_start_is_out_of_range_or_no_start(trimmed: Any) -> None:
     for offset in (0, -1, 101):
         with pytest.raises(OffsetOutOfRangeError):
             next(trimmed.iter("t", 0, start=offset))
@@ -394,7 +382,7 @@ def test_iter_says_when_its_start_is_out_of_range_or_no_start(trimmed: MessageSt
         next(trimmed.iter("t", 0, start=wrong))
 
 
-def test_following_one_queue_waits_for_the_next_message(store: MessageStore) -> None:
+def test_following_one_queue_waits_for_the_next_message(store: Any) -> None:
     store.put("t", b"0")
     follower = store.iter("t", 0, follow=True, tags=None)
     assert next(follower).body == b"0"
@@ -409,7 +397,7 @@ def test_following_one_queue_waits_for_the_next_message(store: MessageStore) -> 
         assert got == [b"%d" % i]
 
 
-def test_following_all_queues_sleeps_and_finds_new_ones(store: MessageStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_following_all_queues_sleeps_and_finds_new_ones(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A last message that the filter did not take once kept it reading without a pause."""
     store.put("t", b"0", tag="A")
     store.put("t", b"skipped", tag="B")
@@ -419,7 +407,7 @@ def test_following_all_queues_sleeps_and_finds_new_ones(store: MessageStore, mon
         lambda: store.put("t", b"1", 3, tag="A"),
         lambda: store.put("t", b"2", tag="A"),
     ]
-    monkeypatch.setattr(iteration.time, "sleep", lambda seconds: coming.pop(0)())
+    monkeypatch.setattr(time, "sleep", lambda seconds: coming.pop(0)())
     reads = 0
     get = store.get
 
@@ -459,7 +447,7 @@ def test_following_a_store_that_is_closed_ends_with_an_error(tmp_path: Path) -> 
 # -- single messages -------------------------------------------------------------------------------------------------
 
 
-def test_at_finds_the_starts_of_records_and_nothing_else(store: MessageStore) -> None:
+def test_at_finds_the_starts_of_records_and_nothing_else(store: Any) -> None:
     receipts = [store.put("t", b"x" * i, 3, tag="T", keys="k") for i in range(30)]
     starts = {r.physical_offset: r for r in receipts}
     for position in range(-3, 2 * SEGMENT + 3):
@@ -474,13 +462,13 @@ def test_at_finds_the_starts_of_records_and_nothing_else(store: MessageStore) ->
 
 
 @pytest.mark.parametrize("message_id", ["", "xyz", "0" * 31, "0" * 33, "G" * 32, "0" * 57, "é" * 32])
-def test_invalid_message_id_is_refused(store: MessageStore, message_id: str) -> None:
+def test_invalid_message_id_is_refused(store: Any, message_id: str) -> None:
     with pytest.raises(InvalidMessageError) as caught:
         store.get_by_id(message_id)
     assert caught.value.field == "message_id"
 
 
-def test_a_message_id_that_leads_nowhere(trimmed: MessageStore) -> None:
+def test_a_message_id_that_leads_nowhere(trimmed: Any) -> None:
     for offset in (0, 1, 1 << 62, (1 << 63) - 1):
         with pytest.raises(LookupError):
             trimmed.get_by_id(f"7F00000100000000{offset:016X}")
@@ -500,12 +488,12 @@ def keyed(tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("limit", [0, 1, 3, 32, 1000])
 @pytest.mark.parametrize("key", ["all", "k1", "Aa", "BB", "none", "k1 "])
-def test_find_by_key_newest_first(keyed: MessageStore, key: str, limit: int) -> None:
+def test_find_by_key_newest_first(keyed: Any, key: str, limit: int) -> None:
     expected = [i for i in range(100) if i % 10 and key in ("all", f"k{i % 5}", "Aa" if i % 2 else "BB")]
     assert [int(m.body) for m in keyed.find("t", key=key, limit=limit)] == expected[::-1][:limit]
 
 
-def test_find_by_unique_key_is_another_question_than_by_key(keyed: MessageStore) -> None:
+def test_find_by_unique_key_is_another_question_than_by_key(keyed: Any) -> None:
     assert [int(m.body) for m in keyed.find("t", unique_key="u7")] == [15, 14]
     assert keyed.find("t", key="u7") == []
     assert keyed.find("t", unique_key="k1") == []
@@ -524,14 +512,14 @@ def test_find_by_unique_key_is_another_question_than_by_key(keyed: MessageStore)
         (T0 + 69_301, 1 << 62),
     ],
 )
-def test_find_within_times_to_the_millisecond(keyed: MessageStore, start: int, stop: int) -> None:
+def test_find_within_times_to_the_millisecond(keyed: Any, start: int, stop: int) -> None:
     """Entries count seconds (format#index-query): what is asked for is compared with the record's own time."""
     expected = [i for i in range(100) if i % 10 and start <= T0 + 700 * i <= stop]
     found = keyed.find("t", key="all", start_ms=start, stop_ms=stop, limit=100)
     assert [int(m.body) for m in found] == expected[::-1]
 
 
-def test_find_wants_one_of_its_two_keys(store: MessageStore) -> None:
+def test_find_wants_one_of_its_two_keys(store: Any) -> None:
     for arguments in ({}, {"key": "a", "unique_key": "b"}):
         with pytest.raises(InvalidMessageError, match="either key= or unique_key="):
             store.find("t", **arguments)
@@ -577,12 +565,6 @@ def test_offset_at_against_a_naive_search(
     shutil.rmtree(path)
 
 
-@given(stamp=st.integers(0, 4_102_444_800_000))
-def test_every_millisecond_survives_being_a_datetime(tmp_path_factory: pytest.TempPathFactory, stamp: int) -> None:
-    when = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=stamp)
-    assert to_ms(when) == stamp
-
-
 # -- a reader of another process's store -----------------------------------------------------------------------------
 
 
@@ -606,20 +588,6 @@ def test_overtaken_reader_hears_of_retention(tmp_path: Path, way: str) -> None:
             assert [m.offset for m in reader.read("t", 0, low, 1000)] == list(range(low, high))
 
 
-def test_a_view_pins_what_retention_has_taken(tmp_path: Path) -> None:
-    with open_store(tmp_path / "s") as writer:
-        writer.put("t", b"pinned", properties={"n": "v"})
-        with open_store(tmp_path / "s", "r") as reader:
-            views = [writer.read("t")[0], reader.read("t")[0]]
-            writer.put_many("t", [bytes(1000)] * 50)
-            writer.flush()
-            writer.dispatch()
-            assert writer.drop_before(writer.max_offset)
-            assert not (tmp_path / "s" / "commitlog" / f"{0:020d}").exists()
-            for view in views:
-                assert (view.body, view.properties, view.offset) == (b"pinned", {"n": "v"}, 0)
-
-
 def test_a_reader_finds_new_messages_segments_queues_and_topics(tmp_path: Path) -> None:
     with open_store(tmp_path / "s") as writer, open_store(tmp_path / "s", "r") as reader:
         assert reader.topics() == []
@@ -634,19 +602,20 @@ def test_a_reader_finds_new_messages_segments_queues_and_topics(tmp_path: Path) 
 
 def test_a_read_that_a_close_overtakes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It came back empty, with an offset behind messages that it had taken for damaged."""
-    store: MessageStore = open_store(tmp_path / "s")
+    store: Any = open_store(tmp_path / "s")
     for i in range(3):
         store.put("t", b"%d" % i)
     store.dispatch()
-    read = ConsumeQueue.read
+    queue = type(store.queue_table.get("t", 0))
+    read = queue.read
 
-    def closing(self: ConsumeQueue, offset: int, count: int) -> Any:
+    def closing(self: Any, offset: int, count: int) -> Any:
         found = read(self, offset, count)
         monkeypatch.undo()
         store.close()
         return found
 
-    monkeypatch.setattr(ConsumeQueue, "read", closing)
+    monkeypatch.setattr(queue, "read", closing)
     with pytest.raises(StoreClosedError):
         store.get("t", 0, 0)
     assert store.closed
@@ -676,7 +645,7 @@ def test_a_reader_behind_the_front_goes_on_there(
     assert f"retention deleted offsets {given[jump] + 1} to {low - 1} of t/0" in caplog.text
 
 
-def test_iter_ends_where_the_queue_ended_when_it_began(store: MessageStore) -> None:
+def test_iter_ends_where_the_queue_ended_when_it_began(store: Any) -> None:
     """Beside a writer that was as fast it never ended."""
     store.put_many("t", [b"before"] * 3)
     seen = []
@@ -692,7 +661,7 @@ def test_expired_range_is_skipped_at_once(tmp_path: Path, way: str) -> None:
     listings = []
 
     class Counting(Unsynced):
-        def scandir_files(self, path: StrPath, *, own: bool = False) -> list[tuple[str, int]]:
+        def scandir_files(self, path: Any, *, own: bool = False) -> list[tuple[str, int]]:
             listings.append(path)
             return super().scandir_files(path)
 

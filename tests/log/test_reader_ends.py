@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from mqstore import Message
-from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.recovery.recover import RecoverOptions
-from mqstore.log.recovery.repair import recover_store
-from tests.log.support import SEGMENT, Unsynced, flip, open_store
+from mqstore.jobs import recover
+from tests.log.support import SEGMENT, flip, open_store
 
 COUNT, CUT = 20, 10
 """Messages that a reader has seen, and how many of them are left."""
@@ -30,8 +28,9 @@ def cut(path: Path, places: list[int]) -> None:
     """Have the log end before message CUT, which is damaged."""
     segment = places[CUT] // SEGMENT * SEGMENT
     flip(path / "commitlog" / f"{segment:020d}", places[CUT] - segment + 100)
-    report = recover_store(path, RecoverOptions(prefix=True), fs=Unsynced())
-    assert report.log_end == places[CUT]
+    [recovered] = recover(path, prefix=True)
+    assert recovered.report is not None
+    assert recovered.report.log_end == places[CUT]
 
 
 def numbers(messages: Any) -> list[int]:
@@ -81,10 +80,11 @@ def test_two_threads_that_look_for_news_count_them_once(tmp_path: Path, monkeypa
     with open_store(tmp_path / "s", "r") as reader:
         assert reader.offsets("t") == (0, 3)
         fill(tmp_path / "s", range(3, 7))
-        real = ConsumeQueue.units
+        queue = type(reader.queue_table.get("t", 0))
+        real = queue.units
         others = [threading.Thread(target=reader.offsets, args=("t",))]
 
-        def interrupted(self: ConsumeQueue, offset: int, count: int) -> Any:
+        def interrupted(self: Any, offset: int, count: int) -> Any:
             units = real(self, offset, count)
             if count > 1 and others:
                 other = others.pop()
@@ -94,7 +94,7 @@ def test_two_threads_that_look_for_news_count_them_once(tmp_path: Path, monkeypa
             return units
 
         ended: list[threading.Thread] = []
-        monkeypatch.setattr(ConsumeQueue, "units", interrupted)
+        monkeypatch.setattr(queue, "units", interrupted)
         reader.offsets("t")
         for other in ended:
             other.join()

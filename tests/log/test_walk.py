@@ -10,7 +10,6 @@ import pytest
 
 from mqstore import Message, OutgoingMessage, SendReceipt, StoreConfig
 from mqstore.engine import Finding
-from mqstore.errors import TopicNotFoundError
 from mqstore.log.reading.raw_scan import walk_queue
 from mqstore.log.reading.reader import GetResult
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
@@ -155,11 +154,6 @@ def test_expired_records_are_not_findings(store: Made) -> None:
 
     assert walked(path) == (list(range(first, 1500)), [])
     assert walked(path, 0) == (list(range(first, 1500)), [])
-
-
-def test_an_unknown_queue_is_an_error(store: Made) -> None:
-    with ReadOnlyMessageStore(store[0]) as opened, pytest.raises(TopicNotFoundError):
-        list(walk_queue(opened, "nonesuch", 0))
 
 
 def test_retention_during_a_step_is_no_gap(store: Made, monkeypatch: pytest.MonkeyPatch) -> None:

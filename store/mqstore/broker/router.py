@@ -41,6 +41,7 @@ from mqstore.layout.record import (
 )
 from mqstore.log.commitlog import SendReceipt, SendReceipts
 from mqstore.log.message import Message
+from mqstore.log.names import MAX_QUEUE_ID
 from mqstore.log.store import MessageStore
 from mqstore.log.writing.outgoing import (
     Body,
@@ -52,7 +53,7 @@ from mqstore.log.writing.outgoing import (
     no_such_option,
     refuse_options,
 )
-from mqstore.log.writing.writer import MAX_QUEUE_ID, PutOptions, RecordOptions, fields_of
+from mqstore.log.writing.writer import PutOptions, RecordOptions, fields_of
 from mqstore.native import Sending, compiled_put, kernel
 from mqstore.options import Durability, Duration, milliseconds
 from mqstore.signalsafe import Bell, Future

@@ -19,14 +19,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mqstore.errors import StoreClosedError
-from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
-from mqstore.files.limit import register
+from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem, register
 from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
-
-__all__ = ["DescriptorCache", "File"]
 
 
 class File:
@@ -125,7 +122,7 @@ class DescriptorCache:
                 self._files.move_to_end(path)
                 return file
             forgotten = self._forgotten
-        # Outside the lock: a slow disk must not block callers that need an open file, and `give_back` takes the lock.
+        # Outside the lock: a slow disk must not block callers that need an open file, and `release` takes the lock.
         file = File(self._fs, path, self._flags)
         with self._lock:
             other = self._files.get(path)

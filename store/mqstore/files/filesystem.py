@@ -3,7 +3,8 @@
 Callers decide which order of calls makes bytes safe. The methods add these to `os`:
 
 * a short read or write is continued, so callers get all of it or an error;
-* a call that finds no descriptor free is repeated once, after all caches have freed theirs (`limit`);
+* a call that finds no descriptor free is repeated once, after all caches have freed theirs. The limit of descriptors
+  belongs to the process, so the caches of all its stores are emptied (`register`);
 * an error has the path, and is a `StoreFullError`, `ReadOnlyStoreError` or `StoreIOError` (`errors.raise_os_error`).
   Two are answers rather than failures: `FileExistsError` passes unchanged, and a `MissingFileError` is a
   `FileNotFoundError`;
@@ -21,28 +22,31 @@ import contextlib
 import errno
 import mmap
 import os
+import resource
 import stat
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import wraps
-from typing import TYPE_CHECKING, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
 from mqstore.errors import MQStoreError, StoreIOError, raise_os_error
 from mqstore.files import safe_open, system
-from mqstore.files.limit import TOO_MANY_OPEN, release
 from mqstore.native import kernel
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["DIRECTORY_MODE", "FILE_MODE", "REAL", "FileSystem", "SyncNotBegunError", "is_not_begun", "takes_descriptor"]
 
 #: Modes of files and folders (format#manifest) unless options change them.
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 
 StrPath = str | os.PathLike[str]
+
+TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
+"""Error numbers for "no descriptor is free", in the process or in the system."""
 
 #: The system may ignore the part of one read-ahead request that exceeds the device's read-ahead, often this much.
 _READ_AHEAD_STEP = 1 << 17
@@ -66,6 +70,33 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
+class _Cache(Protocol):
+    def release(self) -> None: ...
+
+
+_caches: weakref.WeakValueDictionary[int, _Cache] = weakref.WeakValueDictionary()
+os.register_at_fork(after_in_child=_caches.clear)  # their locks may belong to threads that the child lacks
+
+
+def register(cache: _Cache) -> None:
+    """Call `cache.release()` when no descriptor is free, for as long as the cache exists.
+    It runs in any thread and with any lock of a store held. So it must not wait for a lock under which a file is opened
+    or mapped."""
+    _caches[id(cache)] = cache
+
+
+def free_descriptors() -> int:
+    """Return how many descriptors the process may still open, or half of the limit if that is unknown."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return 1 << 31
+    try:
+        used = len(os.listdir("/dev/fd"))
+    except OSError:
+        used = limit // 2
+    return max(0, limit - used)
+
+
 class SyncNotBegunError(StoreIOError):
     """No descriptor was free for one of several syncs.
     The other syncs succeeded. The system has not seen the missing ones, and dropped no bytes. Repeat all syncs."""
@@ -83,11 +114,11 @@ Result = TypeVar("Result")
 _Method = Callable[Concatenate[Self_, File_, Arguments], Result]
 
 
-def takes_descriptor(
+def system_call(
     operation: str,
 ) -> Callable[[_Method[Self_, File_, Arguments, Result]], _Method[Self_, File_, Arguments, Result]]:
-    """Decorate a method that needs a descriptor: if none is free, it is called again (`files/limit.py`).
-    An error names the `operation`, and the file that is the first argument."""
+    """Decorate a method that makes system calls on the file that is its first argument.
+    An error names that file and the `operation`. If no descriptor is free, the method is called again (`register`)."""
 
     def decorate(method: _Method[Self_, File_, Arguments, Result]) -> _Method[Self_, File_, Arguments, Result]:
         @wraps(method)
@@ -98,7 +129,9 @@ def takes_descriptor(
                 except OSError as error:
                     if error.errno not in TOO_MANY_OPEN:
                         raise
-                release()
+                for reference in _caches.valuerefs():
+                    if (cache := reference()) is not None:
+                        cache.release()
                 return method(self, file, *args, **kwargs)
             except OSError as error:
                 self._fail(error, file, operation)
@@ -112,16 +145,6 @@ class FileSystem:
     """System calls on files. Stateless except for the paths of open descriptors, which errors name.
 
     All lengths and positions are bytes. Every method raises the errors that the module describes.
-
-    >>> import os, tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = os.path.join(folder, "a")
-    ...     fd = REAL.open(path, os.O_RDWR | os.O_CREAT)
-    ...     REAL.pwrite(fd, b"hello", 3)
-    ...     content = REAL.pread(fd, 100, 0)
-    ...     REAL.close(fd)
-    >>> content
-    b'\\x00\\x00\\x00hello'
     """
 
     def __init__(self) -> None:
@@ -129,7 +152,7 @@ class FileSystem:
 
     # -- descriptors ------------------------------------------------------------------------------------------------
 
-    @takes_descriptor("open")
+    @system_call("open")
     def open(self, path: StrPath, flags: int, mode: int = FILE_MODE) -> int:
         """Open the regular file `path` with these flags of `os.open`, and return the descriptor."""
         fd = safe_open.open_file(path, flags, mode)
@@ -175,14 +198,12 @@ class FileSystem:
             self._fail(error, fd, "pread")
         return data
 
+    @system_call("pread")
     def read_into(self, fd: int, buffer: memoryview, position: int) -> int:
         """Fill `buffer` from `position`. Return the number of bytes, fewer only at the file's end."""
         done = 0
-        try:
-            while done < len(buffer) and (part := os.preadv(fd, [buffer[done:]], position + done)):
-                done += part
-        except OSError as error:
-            self._fail(error, fd, "pread")
+        while done < len(buffer) and (part := os.preadv(fd, [buffer[done:]], position + done)):
+            done += part
         return done
 
     def read_ahead(self, fd: int, position: int, length: int) -> None:
@@ -242,7 +263,7 @@ class FileSystem:
         except OSError as error:
             self._fail(error, fd, "fdatasync")
 
-    @takes_descriptor("sync_directory")
+    @system_call("sync_directory")
     def sync_directory(self, path: StrPath) -> None:
         """Make the names in the folder `path` durable: files created, renamed, linked and removed there."""
         fd = safe_open.open_folder(path)
@@ -255,58 +276,48 @@ class FileSystem:
         finally:
             os.close(fd)
 
+    @system_call("allocate")
     def allocate(self, fd: int, length: int, first: int) -> int:
         """Make the file at least `length` bytes long, with disk blocks for the `first` ones. Return how many have them.
         So a write through a mapping cannot hit a full disk (SIGBUS). On a system that cannot reserve blocks, zeros are
         written up to `length`, and old holes stay. After an error the file may have grown. The creator removes it."""
-        try:
-            present = os.fstat(fd).st_size
-            if system.allocate(fd, 0, first):
-                if length > max(first, present):
-                    os.ftruncate(fd, length)
-                return first
-        except OSError as error:
-            self._fail(error, fd, "allocate")
+        present = os.fstat(fd).st_size
+        if system.allocate(fd, 0, first):
+            if length > max(first, present):
+                os.ftruncate(fd, length)
+            return first
         zeros = memoryview(_ZEROS)
         for position in range(present, length, len(_ZEROS)):
             self.pwrite(fd, zeros[: length - position], position)
         return length
 
+    @system_call("allocate_more")
     def allocate_more(self, fd: int, start: int, stop: int) -> None:
         """Reserve disk blocks for [start, stop) of a longer file. Existing bytes stay.
         Does nothing if the system cannot: then files got all their blocks at creation."""
-        try:
-            system.allocate(fd, start, stop)
-        except OSError as error:
-            self._fail(error, fd, "allocate_more")
+        system.allocate(fd, start, stop)
 
+    @system_call("statvfs")
     def free_bytes(self, path: StrPath) -> int:
         """Return the number of bytes that may still be written to the file system of `path`."""
-        try:
-            found = os.statvfs(path)
-        except OSError as error:
-            self._fail(error, path, "statvfs")
+        found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
 
+    @system_call("truncate_sparse")
     def truncate_sparse(self, fd: int, length: int) -> None:
         """Give a new file its length without disk blocks. Raises ValueError if it would shorten the file.
         For files written with `pwrite` only, never through a mapping."""
-        try:
-            present = os.fstat(fd).st_size
-            if length < present:
-                raise ValueError(f"{self.path_of(fd)} has {present} bytes and is never shortened (to {length})")
-            os.ftruncate(fd, length)
-        except OSError as error:
-            self._fail(error, fd, "truncate_sparse")
+        present = os.fstat(fd).st_size
+        if length < present:
+            raise ValueError(f"{self.path_of(fd)} has {present} bytes and is never shortened (to {length})")
+        os.ftruncate(fd, length)
 
+    @system_call("shorten")
     def shorten(self, fd: int, length: int) -> None:
         """Cut the bytes after the first `length` bytes of a file. No mapping may reach beyond them."""
-        try:
-            os.ftruncate(fd, length)
-        except OSError as error:
-            self._fail(error, fd, "shorten")
+        os.ftruncate(fd, length)
 
-    @takes_descriptor("map")
+    @system_call("map")
     def map(self, fd: int, length: int, *, writable: bool) -> mmap.mmap:
         """Map the first `length` bytes, shared. The descriptor may be closed afterwards.
         Raises StoreIOError for a shorter file, since accessing pages beyond its end would raise SIGBUS."""
@@ -316,19 +327,19 @@ class FileSystem:
 
     # -- names ------------------------------------------------------------------------------------------------------
 
-    @takes_descriptor("replace")
+    @system_call("replace")
     def replace(self, source: StrPath, target: StrPath) -> None:
         """Rename `source` to `target` in one step, over an existing one. Durable after `sync_directory`."""
         with safe_open.folder_of(source) as (folder, name), safe_open.folder_of(target) as (other, new_name):
             os.replace(name, new_name, src_dir_fd=folder, dst_dir_fd=other)
 
-    @takes_descriptor("link")
+    @system_call("link")
     def link(self, source: StrPath, target: StrPath) -> None:
         """Give the file `source`, or the link itself, a second name. Raises FileExistsError if `target` exists."""
         with safe_open.folder_of(target) as (folder, name):
             os.link(source, name, dst_dir_fd=folder, follow_symlinks=False)
 
-    @takes_descriptor("unlink")
+    @system_call("unlink")
     def unlink(self, path: StrPath, *, missing_ok: bool = False) -> None:
         """Remove a name. Open descriptors and mappings keep the bytes."""
         try:
@@ -338,7 +349,7 @@ class FileSystem:
             if not missing_ok:
                 raise
 
-    @takes_descriptor("mkdir")
+    @system_call("mkdir")
     def mkdir(self, path: StrPath, mode: int = DIRECTORY_MODE, *, exist_ok: bool = False) -> None:
         """Create one folder, whose parent must exist. With `exist_ok` it may exist."""
         with safe_open.folder_of(path) as (folder, name):
@@ -350,18 +361,18 @@ class FileSystem:
                 found = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
                 safe_open.check(path, found, "folder")
 
-    @takes_descriptor("rmdir")
+    @system_call("rmdir")
     def rmdir(self, path: StrPath) -> None:
         with safe_open.folder_of(path) as (folder, name):
             os.rmdir(name, dir_fd=folder)
 
-    @takes_descriptor("scandir")
+    @system_call("scandir")
     def scandir(self, path: StrPath) -> list[str]:
         """Return all names in a folder, sorted. Bytes that are not UTF-8 become lone surrogates (PEP 383)."""
         with self._entries(path) as entries:
             return sorted(entry.name for entry in entries)
 
-    @takes_descriptor("scandir")
+    @system_call("scandir")
     def scandir_files(self, path: StrPath, *, own: bool = False) -> list[tuple[str, int]]:
         """Return (name, length) of the regular files in a folder, sorted.
         A symbolic link counts as its target, but is refused in a folder of our `own` (`scandir_own`)."""
@@ -382,13 +393,13 @@ class FileSystem:
             self.check_own(other)
         return sorted(found)
 
-    @takes_descriptor("scandir")
+    @system_call("scandir")
     def scandir_directories(self, path: StrPath) -> list[str]:
         """Return the names of the folders in a folder, sorted."""
         with self._entries(path) as entries:
             return sorted(entry.name for entry in entries if _is_folder(entry))
 
-    @takes_descriptor("scandir")
+    @system_call("scandir")
     def scandir_own(self, path: StrPath) -> tuple[list[str], list[str]]:
         """Return the names of files and of folders, each sorted, in a folder that only we write.
         Raises StoreIOError that names any other entry, such as a link."""
@@ -405,26 +416,22 @@ class FileSystem:
             self.check_own(os.path.join(path, name))
         return sorted(files), sorted(folders)
 
+    @system_call("opening for writing")
     def check_own(self, path: StrPath, wanted: str = "regular file or folder") -> None:
         """Raise StoreIOError if a name exists but is not of the `wanted` kind (`safe_open.check`)."""
         with contextlib.suppress(FileNotFoundError):
-            try:
-                safe_open.check(path, os.lstat(path).st_mode, wanted)
-            except OSError as error:
-                self._fail(error, path, "opening for writing")
+            safe_open.check(path, os.lstat(path).st_mode, wanted)
 
+    @system_call("stat")
     def stat(self, file: int | StrPath) -> os.stat_result:
         """Return `os.stat` of a descriptor or a path. Links are followed."""
-        try:
-            return os.stat(file)
-        except OSError as error:
-            self._fail(error, file, "stat")
+        return os.stat(file)
 
     def size(self, file: int | StrPath) -> int:
         """Return the length of a descriptor's or path's file in bytes."""
         return self.stat(file).st_size
 
-    @takes_descriptor("take_after")
+    @system_call("take_after")
     def take_after(self, file: int | StrPath, found: os.stat_result) -> None:
         """Give a file or folder the mode and the times of another, and its owner if that is permitted.
         The owner may always read and write it. Set-user-ID bits of files are dropped."""
@@ -434,7 +441,7 @@ class FileSystem:
             os.chmod(fd, stat.S_IMODE(found.st_mode) | 0o700 if folder else found.st_mode & 0o777 | 0o600)
             os.utime(fd, ns=(found.st_atime_ns, found.st_mtime_ns))
 
-    @takes_descriptor("chown")
+    @system_call("chown")
     def give_to(self, file: int | StrPath, found: os.stat_result) -> None:
         """Give a file or folder the owner of another, if that is permitted and the file system has owners."""
         if os.geteuid() == 0:

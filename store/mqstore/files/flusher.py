@@ -35,8 +35,6 @@ from mqstore.errors import FlushFailedError, StoreBusyError
 from mqstore.files.filesystem import SyncNotBegunError
 from mqstore.signalsafe import Lock
 
-__all__ = ["GroupCommit"]
-
 _WAITING, _COVERED, _LEADING, _FAILED = range(4)
 _LOOK_S = 0.1
 """Interval in seconds at which a waiter checks by itself that a thread leads."""
@@ -63,11 +61,6 @@ class GroupCommit:
     appended before the call, and returns the new watermark. Any `Exception` it raises is final (format#flush): it is
     saved in `failure`, and from then on each call that needs a sync raises `FlushFailedError`. A `KeyboardInterrupt` of
     the leader proves nothing about the disk: the next in line takes over, as after a `SyncNotBegunError`.
-
-    >>> appended = 100
-    >>> commit = GroupCommit(lambda flushed: appended)
-    >>> commit.wait_until(60, timeout_s=5), commit.flushed
-    (True, 100)
     """
 
     def __init__(self, sync: Callable[[int], int], flushed: int = 0) -> None:

@@ -31,18 +31,8 @@ A *quick save* omits the syncs: the kernel has the value, so it survives `kill -
 A later synced save leaves the ``.bak`` unchanged, since the file that it replaces may be torn on disk.
 
 Limits keep a foreign file from exhausting memory: an object of five bytes takes 230 as a dict. Both are checked before
-decoding, and before writing. Sizes as written by `encode_json`, with names of 30 characters::
-
-    file                                              MiB     values    part of the limits
-    topics.json, 10,000 topics                        2.2     100,000   1/10
-    subscriptionGroup.json, 2,000 groups              0.9      34,000   1/29
-    consumerOffset.json, 100,000 offsets
-      of topics with 16 queues                        1.7     106,000   1/9
-      of topics with one queue                        8.0     200,000   1/4
-    consumerOrderInfo.json, 1,000 ordered queues
-      with 32 messages each in flight                 0.8      77,000   1/13
-
-The worst file within the limits costs `mqstore inspect` 0.6 GiB: 17 bytes for a byte of long strings, 600 for a value.
+decoding, and before writing. 10,000 topics, or 100,000 offsets, need a tenth of that. The worst file within them costs
+`mqstore inspect` 0.6 GiB: 17 bytes for a byte of long strings, 600 for a value.
 """
 
 from __future__ import annotations
@@ -62,23 +52,6 @@ from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import CorruptStoreError, FormatError, MQStoreError, StoreIOError
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
 from mqstore.layout.jsontext import STORE, decode
-
-__all__ = [
-    "NO_CHECKS",
-    "Check",
-    "EncodedEntry",
-    "FileState",
-    "check_backup",
-    "decode_json",
-    "encode_entry",
-    "encode_json",
-    "load_json",
-    "read_json",
-    "save_json",
-    "set_aside_json",
-    "state_of",
-    "sync_json",
-]
 
 #: Limits of a file (see above). A file beyond them is refused with StoreIOError and left alone: it is not damaged.
 JSON_BYTES_MAX = STORE.size

@@ -19,8 +19,8 @@ A forked child shares the open file description, so it would keep the store lock
 children close the descriptor at once (`os.register_at_fork`), and their inherited lock objects have `held == False`. A
 child forked by C code is not covered.
 
-File content: ``lock``, newline, one line of JSON ``{"pid", "host", "started_ms", "program"}``. It only informs people
-about the holder. The locks decide, so a file left by a crash is harmless. A Java broker rewrites the first four bytes.
+The file only informs people about the holder, by a line of JSON after ``lock`` and a newline. The locks decide, so a
+file left by a crash is harmless. A Java broker rewrites the first four bytes.
 """
 
 from __future__ import annotations
@@ -48,8 +48,6 @@ from mqstore.errors import FormatError, MQStoreError, StoreFullError, StoreIOErr
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
 from mqstore.files.safe_open import resolved
 from mqstore.layout.jsontext import decode
-
-__all__ = ["AbortMark", "WriterLock", "refusal_to_reader", "refuse_beside_writer", "writer_alive"]
 
 _PREFIX = b"lock\n"
 _CONTENT_BYTES_MAX = 4096
@@ -144,16 +142,6 @@ class _TakenError(Exception):
 class WriterLock:
     """Exclusive right to write one store directory. Not re-entrant.
     Kept until `release`, or until the process ends.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as root:
-    ...     lock = WriterLock(root, "mqstore 0.1.0")
-    ...     lock.acquire()
-    ...     print(lock.held, writer_alive(root))
-    ...     lock.release()
-    ...     print(lock.held, writer_alive(root))
-    True True
-    False False
     """
 
     def __init__(
@@ -391,16 +379,6 @@ class AbortMark:
     ``ROOT/abort`` has the process id in decimal, as the Java broker writes it (format#abort), then a space and the boot
     id of the machine. The boot id shows the next opening whether the machine went down, too. If it did not, all writes
     are still in the page cache. Every change is durable when the call returns.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as root:
-    ...     mark = AbortMark(root)
-    ...     mark.set(4711)
-    ...     print(mark.exists())
-    ...     mark.clear()
-    ...     print(mark.exists())
-    True
-    False
     """
 
     def __init__(self, root: str | os.PathLike[str], fs: FileSystem = REAL, file_mode: int = FILE_MODE) -> None:

@@ -13,10 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from mqstore.files.filesystem import FILE_MODE, FileSystem, StrPath, takes_descriptor
+from mqstore.files.filesystem import FILE_MODE, FileSystem, StrPath, system_call
 from mqstore.files.safe_open import open_file
-
-__all__ = ["QUIET", "ReadOnlyFileSystem"]
 
 _NO_ATIME: int = getattr(os, "O_NOATIME", 0)
 _CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -31,22 +29,23 @@ def _open_quietly(path: StrPath, flags: int, opened: Callable[[StrPath, int], in
     return opened(path, flags)
 
 
+def _refusing(operation: str) -> Callable[..., NoReturn]:
+    """Return a method in place of one that would change a file."""
+
+    @system_call(operation)
+    def refuse(self: FileSystem, file: int | StrPath, /, *args: object, **options: object) -> NoReturn:
+        raise OSError(errno.EROFS, "opened for reading only")
+
+    return refuse
+
+
 class ReadOnlyFileSystem(FileSystem):
-    """Reads without traces.
+    """Reads without traces."""
 
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     try:
-    ...         QUIET.mkdir(os.path.join(folder, "a"))
-    ...     except PermissionError as error:
-    ...         print(type(error).__name__, os.listdir(folder))
-    ReadOnlyStoreError []
-    """
-
-    @takes_descriptor("open")
+    @system_call("open")
     def open(self, path: StrPath, flags: int, mode: int = FILE_MODE) -> int:
         if flags & _CHANGES:
-            self._refuse(path, "open for writing")
+            self._fail(OSError(errno.EROFS, "opened for reading only"), path, "open for writing")
         fd = _open_quietly(path, flags)
         self._paths[fd] = os.fspath(path)
         return fd
@@ -60,29 +59,13 @@ class ReadOnlyFileSystem(FileSystem):
         finally:
             os.close(fd)
 
-    def replace(self, source: StrPath, target: StrPath) -> None:
-        self._refuse(source, "replace")
-
-    def link(self, source: StrPath, target: StrPath) -> None:
-        self._refuse(source, "link")
-
-    def unlink(self, path: StrPath, *, missing_ok: bool = False) -> None:
-        self._refuse(path, "unlink")
-
-    def mkdir(self, path: StrPath, mode: int = 0o700, *, exist_ok: bool = False) -> None:
-        self._refuse(path, "mkdir")
-
-    def rmdir(self, path: StrPath) -> None:
-        self._refuse(path, "rmdir")
-
-    def take_after(self, file: int | StrPath, found: os.stat_result) -> None:
-        self._refuse(self.path_of(file) if isinstance(file, int) else file, "take_after")
-
-    def give_to(self, file: int | StrPath, found: os.stat_result) -> None:
-        self._refuse(self.path_of(file) if isinstance(file, int) else file, "chown")
-
-    def _refuse(self, path: StrPath, operation: str) -> NoReturn:
-        self._fail(OSError(errno.EROFS, "opened for reading only"), path, operation)
+    replace = _refusing("replace")
+    link = _refusing("link")
+    unlink = _refusing("unlink")
+    mkdir = _refusing("mkdir")
+    rmdir = _refusing("rmdir")
+    take_after = _refusing("take_after")
+    give_to = _refusing("chown")
 
 
 #: File system of commands that only read.

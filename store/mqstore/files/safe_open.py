@@ -39,8 +39,6 @@ from contextlib import contextmanager, suppress
 from mqstore.errors import ConfigError, raise_os_error
 from mqstore.native import kernel
 
-__all__ = ["REFUSED", "check", "folder_of", "open_any", "open_file", "open_folder", "resolved"]
-
 StrPath = str | os.PathLike[str]
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND

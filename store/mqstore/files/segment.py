@@ -7,8 +7,6 @@ from typing import Literal, NamedTuple
 
 from mqstore.files.descriptors import File
 
-__all__ = ["NAME_DIGITS", "LoadProblem", "Segment", "place_in_file", "segment_name", "segment_start"]
-
 NAME_DIGITS = 20
 
 

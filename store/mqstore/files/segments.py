@@ -26,8 +26,6 @@ from mqstore.files.safe_open import REFUSED
 from mqstore.files.segment import LoadProblem, Segment, segment_name, segment_start
 from mqstore.signalsafe import Lock
 
-__all__ = ["OFFSET_END", "SegmentRun"]
-
 OFFSET_END = 1 << 63
 """Offsets are i64. The 20 digits of a name could be greater."""
 _COPY_BYTES = 1 << 20
@@ -40,15 +38,6 @@ class SegmentRun:
 
     `segment_bytes` is the size of each file. `max_mappings` is the number of read-only mappings that are kept, the most
     recently used ones. Any thread may find, map and read. Errors are those of `FileSystem`.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = Path(folder, segment_name(4096)).write_bytes(b"hello".ljust(4096))
-    ...     run = SegmentRun(folder, 4096)
-    ...     problems = run.load()
-    ...     segment = run.find(4100)
-    ...     problems, run.mapping(segment)[:5], run.min_offset, run.end
-    ([], b'hello', 4096, 8192)
     """
 
     _refuses_links: ClassVar[bool] = False

@@ -41,8 +41,6 @@ from mqstore.files.system import DONT_NEED, POPULATE_WRITE, advise
 from mqstore.files.tmp import new_file, temporary_path
 from mqstore.signalsafe import Lock
 
-__all__ = ["EXTENDED", "SegmentWriter"]
-
 EXTENDED = "; extended with zeros"
 """Text that `load` adds to the detail of a short last file."""
 _PAGE_BYTES = 4096
@@ -66,16 +64,6 @@ class SegmentWriter(SegmentRun):
     `create`, `write`, `zero` and `drop_from` belong to the thread that appends. `prepare`, `allocate`, `populate`,
     `sync` and `drop_before` may run concurrently in others. Errors are those of `FileSystem`: `StoreFullError` on a
     full disk (and nothing has changed), `ReadOnlyStoreError`, `StoreIOError`.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     run = SegmentWriter(Path(folder) / "log", Path(folder) / "tmp", 4096)
-    ...     segment = run.create(0)
-    ...     run.mapping(segment)[10:15] = b"hello"
-    ...     run.sync(10, 15)
-    ...     run.write(15, b" world")
-    ...     run.mapping(segment)[10:21], run.min_offset, run.end
-    (b'hello world', 0, 4096)
     """
 
     _refuses_links = True

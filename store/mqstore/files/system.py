@@ -29,18 +29,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "DONT_NEED",
-    "POPULATE_WRITE",
-    "UNSUPPORTED",
-    "advise",
-    "allocate",
-    "boot_id",
-    "map_file",
-    "sync_data",
-    "write_back",
-]
-
 UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
 """Errors that mean "this file system, or this kernel, cannot do that"."""
 POPULATE_WRITE = 23

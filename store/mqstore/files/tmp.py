@@ -17,8 +17,6 @@ from contextlib import contextmanager
 
 from mqstore.files.filesystem import FileSystem, StrPath
 
-__all__ = ["new_file", "remove_temporaries", "temporary_path"]
-
 _OURS = re.compile(r"(?:[0-9]{20}|cq|index|timerwheel)(?:[.-][0-9]+)?")
 
 #: Distinguishes files that several threads and stores prepare at the same time.

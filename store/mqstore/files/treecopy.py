@@ -15,8 +15,6 @@ from typing import Final
 from mqstore.closing import Closing
 from mqstore.files.filesystem import REAL, FileSystem
 
-__all__ = ["TreeCopy"]
-
 _UNSYNCED: Final = 16
 """Number of files that the system may be writing at the same time."""
 
@@ -26,19 +24,6 @@ class TreeCopy(Closing):
 
     Names are paths within the two. `source` is read through `source_fs`. `on_bytes(count)` is called for written bytes.
     Errors are those of `FileSystem`. A name that already exists is FileExistsError.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     source, target = Path(folder, "a"), Path(folder, "b")
-    ...     source.mkdir()
-    ...     _ = (source / "x").write_bytes(b"hello")
-    ...     fd = os.open(source / "x", os.O_RDONLY)
-    ...     with TreeCopy(source, target) as copy:
-    ...         copy.file("deep/er", fd)
-    ...         copy.sync()
-    ...     os.close(fd)
-    ...     (target / "deep" / "er").read_bytes()
-    b'hello'
     """
 
     def __init__(

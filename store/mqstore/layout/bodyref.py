@@ -23,8 +23,6 @@ from mqstore.layout.record import (
     body_length_at,
 )
 
-__all__ = ["REFERENCE_BYTES", "filled", "is_reference", "place_of", "reference_to"]
-
 _REFERENCE: Final = Struct(">qiI")
 REFERENCE_BYTES: Final = _REFERENCE.size
 _I32: Final = Struct(">i")

@@ -27,12 +27,10 @@ since the broker may have cut the log below the watermarks.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Final
 
 import crc32c
-
-__all__ = ["ENCODED_BYTES", "FILE_BYTES", "Checkpoint", "decode", "encode", "is_plausible", "min_timestamp"]
 
 _FIELDS: Final = struct.Struct(">qqqqq")
 _EXTENSION: Final = struct.Struct(">iiqqq")
@@ -85,25 +83,10 @@ class Checkpoint:
 def encode(checkpoint: Checkpoint) -> bytes:
     """Return the first 128 bytes of the file. A missing extension is zeros, which every reader rejects."""
     page = bytearray(ENCODED_BYTES)
-    _FIELDS.pack_into(
-        page,
-        0,
-        checkpoint.physic_msg_timestamp_ms,
-        checkpoint.logics_msg_timestamp_ms,
-        checkpoint.index_msg_timestamp_ms,
-        checkpoint.master_flushed_offset,
-        checkpoint.confirm_physical_offset,
-    )
+    values = astuple(checkpoint)  # in the order of the page
+    _FIELDS.pack_into(page, 0, *values[:5])
     if checkpoint.flushed is not None:
-        _EXTENSION.pack_into(
-            page,
-            _EXTENSION_AT,
-            _EXTENSION_MAGIC,
-            _EXTENSION_VERSION,
-            checkpoint.flushed,
-            checkpoint.dispatched,
-            checkpoint.clean_end,
-        )
+        _EXTENSION.pack_into(page, _EXTENSION_AT, _EXTENSION_MAGIC, _EXTENSION_VERSION, *values[5:8])
         _CRC.pack_into(page, _CRC_AT, _crc(bytes(page)))
         if checkpoint.queues is not None:
             _QUEUES.pack_into(page, _QUEUES_AT, checkpoint.queues)
@@ -145,13 +128,10 @@ def is_plausible(data: bytes) -> bool:
     )
 
 
-def min_timestamp(checkpoint: Checkpoint, *, index_safe: bool = False) -> int:
+def min_timestamp(checkpoint: Checkpoint) -> int:
     """Return the store time (ms) up to which a Java broker's store is certainly durable.
-    It is 3 s before the older mark, at least 0. `index_safe` includes the index mark, as `messageIndexSafe` does."""
-    marks = [checkpoint.physic_msg_timestamp_ms, checkpoint.logics_msg_timestamp_ms]
-    if index_safe:
-        marks.append(checkpoint.index_msg_timestamp_ms)
-    return max(0, min(marks) - _MARGIN_MS)
+    It is 3 s before the older mark, at least 0."""
+    return max(0, min(checkpoint.physic_msg_timestamp_ms, checkpoint.logics_msg_timestamp_ms) - _MARGIN_MS)
 
 
 def _queues_crc(page: bytes | bytearray) -> int:

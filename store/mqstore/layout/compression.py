@@ -15,8 +15,6 @@ from typing import Final
 from mqstore.errors import FormatError, MQStoreError
 from mqstore.layout.record import COMPRESSED, COMPRESSION_LZ4, COMPRESSION_TYPE_MASK, COMPRESSION_ZLIB, COMPRESSION_ZSTD
 
-__all__ = ["MAX_INFLATED_BYTES", "MissingPackageError", "inflate"]
-
 MAX_INFLATED_BYTES: Final = 256 << 20
 
 # zstandard's decompression object has no output limit, so its input is passed in slices. The densest possible block has

@@ -18,20 +18,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "LAST_ADDRESS",
-    "UNIT",
-    "UNIT_BYTES",
-    "UNIT_DTYPE",
-    "UNIT_SIZE_AT",
-    "UNIT_TAGS_CODE_AT",
-    "VOID_SIZE",
-    "VOID_UNIT",
-    "differing",
-    "is_message",
-    "is_void",
-]
-
 UNIT: Final = struct.Struct(">qiq")
 UNIT_BYTES: Final = UNIT.size
 UNIT_SIZE_AT: Final = 8

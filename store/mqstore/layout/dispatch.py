@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mqstore.layout.consumequeue import LAST_ADDRESS, UNIT, UNIT_DTYPE, VOID_SIZE
-from mqstore.layout.javahash import java_hash, tag_hash
+from mqstore.layout.javahash import index_hash, java_hash, tag_hash
 from mqstore.layout.properties import (
     INNER_MULTI_DISPATCH,
     INNER_MULTI_QUEUE_OFFSET,
@@ -53,21 +53,6 @@ from mqstore.native import kernel
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = [
-    "FEW_RECORDS",
-    "LIGHT_PREFIX",
-    "SCHEDULE_TOPIC",
-    "Listed",
-    "Output",
-    "Rows",
-    "as_kept",
-    "few",
-    "is_listed",
-    "light_queues",
-    "rows_of",
-    "tags_code_at",
-    "topics_of",
-]
 
 SCHEDULE_TOPIC = "SCHEDULE_TOPIC_XXXX"
 LIGHT_PREFIX = "%LMQ%"
@@ -546,8 +531,7 @@ def _code(topic: str, found: dict[bytes, bytes], stamp: int, delay_table_ms: Seq
 def _index_hashes(topic: str, found: dict[bytes, bytes]) -> list[int]:
     """Return hashes of one record's index entries (format#key-hash): UNIQ_KEY first, then the words of KEYS."""
     wanted = [word for word in (found.get(b"UNIQ_KEY", b""), *found.get(b"KEYS", b"").split(b" ")) if word]
-    hashes = [abs(java_hash(key.decode("utf-8", "replace"), _prefix(topic))) for key in wanted]
-    return [0 if value > 0x7FFF_FFFF else value for value in hashes]
+    return [index_hash(key.decode("utf-8", "replace"), _prefix(topic)) for key in wanted]
 
 
 @lru_cache(maxsize=1024)

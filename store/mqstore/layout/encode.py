@@ -20,10 +20,8 @@ from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES
 from mqstore.layout.record import CHECKSUM_AT, HEADER_FIELDS, STORE_HOST_V6, Checksum, header_struct, host_bits
 from mqstore.native import kernel
 
-__all__ = ["encode_copies", "encode_records", "header_dtype", "lengths_of"]
-
-_COPIED = ("flag", "sys_flag", "born_timestamp_ms", "born_host", "reconsume_times", "body_size")
-"""Header fields that a copy takes from its source: flags, birth, attempts and body size."""
+_COPIED = ("flag", "sys_flag", "born_timestamp_ms", "born_host", "reconsume_times")
+"""Header fields that a copy takes from its source: flags, birth and attempts."""
 
 
 @cache
@@ -74,13 +72,10 @@ def encode_records(
         header = header_struct(len(born_host), len(store_host)).pack(
             0, magic, 0, queue_id, flag, 0, 0, sys_flag, stamp, born_host, stamp, store_host, 0, 0, 0
         )
-        records, spans = kernel.encode(header, bodies, tails, each_flag, queue_offset, physical_offset)
-        return np.frombuffer(records, np.uint8), np.frombuffer(spans, np.int64)
+        found = kernel.encode(header, len(header), bodies, tails, each_flag, queue_offset, physical_offset, True)
+        return np.frombuffer(found[0], np.uint8), np.frombuffer(found[1], np.int64)
     count = len(bodies)
     dtype = header_dtype(len(born_host), len(store_host))
-    body_sizes = np.fromiter(map(len, bodies), np.int64, count)
-    sizes = body_sizes + dtype.itemsize
-    sizes += len(tails) if isinstance(tails, bytes) else np.fromiter(map(len, tails), np.int64, count)
     headers = np.zeros(count, dtype)
     headers["magic"] = magic
     headers["queue_id"] = queue_id
@@ -89,45 +84,47 @@ def encode_records(
     headers["sys_flag"] = sys_flag
     headers["born_timestamp_ms"] = timestamp_ms
     headers["born_host"] = born_host
-    headers["body_size"] = body_sizes
-    return _assembled(headers, bodies, tails, sizes, physical_offset, timestamp_ms, store_host, checksum), sizes
+    return _assembled(headers, bodies, tails, physical_offset, timestamp_ms, store_host, checksum)
 
 
 def _assembled(
     headers: npt.NDArray[np.void],
     bodies: Sequence[bytes],
     tails: Sequence[bytes] | bytes,
-    sizes: npt.NDArray[np.int64],
     physical_offset: int,
     timestamp_ms: int,
     store_host: bytes,
     checksum: Checksum,
-) -> npt.NDArray[np.uint8]:
-    """Join headers, bodies and tails to records. Sets the fields of position, store time and store host."""
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """Join headers, bodies and tails to records, and return these and their sizes.
+    Sets the header fields of size, position, store time, store host and checksum."""
     count = len(headers)
+    headers["store_timestamp_ms"] = timestamp_ms
+    headers["store_host"] = store_host
+    width, whole = headers.dtype.itemsize, checksum == "crc32c-record"
+    if not whole:
+        headers["checksum"] = np.fromiter(map(zlib.crc32, bodies), np.uint32, count) & np.uint32(0x7FFF_FFFF)
+    if kernel is not None:
+        tails = tails if isinstance(tails, bytes) else list(tails)
+        found = kernel.encode(headers.tobytes(), width, list(bodies), tails, None, None, physical_offset, whole)
+        return np.frombuffer(found[0], np.uint8), np.frombuffer(found[1], np.int64)
+    headers["body_size"] = np.fromiter(map(len, bodies), np.int64, count)
+    sizes = headers["body_size"].astype(np.int64) + width
+    sizes += len(tails) if isinstance(tails, bytes) else np.fromiter(map(len, tails), np.int64, count)
     starts = np.cumsum(sizes) - sizes
     headers["size"] = sizes
     headers["physical_offset"] = starts + physical_offset
-    headers["store_timestamp_ms"] = timestamp_ms
-    headers["store_host"] = store_host
-    if checksum == "crc32-body":
-        headers["checksum"] = np.fromiter(map(zlib.crc32, bodies), np.uint32, count) & np.uint32(0x7FFF_FFFF)
-    if kernel is not None:
-        data = np.empty(int(sizes.sum()), np.uint8)
-        tails = tails if isinstance(tails, bytes) else list(tails)
-        kernel.assemble(headers.view(np.uint8), list(bodies), tails, data, checksum == "crc32c-record")
-        return data
-    width, packed = headers.dtype.itemsize, headers.tobytes()
+    packed = headers.tobytes()
     each_tail = repeat(tails, count) if isinstance(tails, bytes) else tails
     records = [
         packed[at : at + width] + body + tail
         for at, body, tail in zip(range(0, len(packed), width), bodies, each_tail, strict=True)
     ]
     data = np.frombuffer(bytearray().join(records), np.uint8)
-    if checksum == "crc32c-record":
+    if whole:
         fields = np.fromiter(map(crc32c, records), ">u4", count).view(np.uint8).reshape(count, 4)
         data[starts[:, None] + np.arange(CHECKSUM_AT, CHECKSUM_AT + 4)] = fields
-    return data
+    return data, sizes
 
 
 def encode_copies(
@@ -156,11 +153,9 @@ def encode_copies(
     for name in _COPIED:
         header[name] = source[name]
     header["reconsume_times"] += attempts
-    sizes = header["body_size"].astype(np.int64) + header.dtype.itemsize
-    sizes += np.fromiter(map(len, tails), np.int64, count)
     header["magic"] = magics
     header["queue_id"] = queue_ids
     header["queue_offset"] = queue_offsets
     if len(store_host) == IPV6_BYTES:
         header["sys_flag"] |= STORE_HOST_V6
-    return _assembled(header, bodies, tails, sizes, physical_offset, timestamp_ms, store_host, checksum), sizes
+    return _assembled(header, bodies, tails, physical_offset, timestamp_ms, store_host, checksum)

@@ -16,8 +16,6 @@ from functools import lru_cache
 
 from mqstore.errors import FormatError, InvalidMessageError
 
-__all__ = ["IPV4_BYTES", "IPV6_BYTES", "LOCAL_HOST", "decode_host", "encode_host"]
-
 _PORT = struct.Struct(">i")
 _PORT_TEXT = re.compile(r"[0-9]{1,5}")
 IPV4_BYTES = 4 + _PORT.size

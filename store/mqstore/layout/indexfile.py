@@ -34,21 +34,6 @@ from mqstore.native import fence, kernel
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
-__all__ = [
-    "ENTRY_BYTES",
-    "ENTRY_DTYPE",
-    "ENTRY_OFFSET_AT",
-    "HEADER_BYTES",
-    "SLOT_BYTES",
-    "SLOT_DTYPE",
-    "IndexHeader",
-    "IndexProblem",
-    "check_index",
-    "file_bytes",
-    "put_entries",
-    "query_entries",
-    "slots_entries_from_length",
-]
 
 _HEADER: Final = struct.Struct(">qqqqii")
 _SLOT: Final = struct.Struct(">i")

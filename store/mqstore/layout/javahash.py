@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["index_hash", "java_hash", "java_hash_many", "tag_hash"]
-
 _MASK = 0xFFFF_FFFF
 _SIGN = 0x8000_0000
 
@@ -50,15 +48,15 @@ def tag_hash(tags: str) -> int:
     return java_hash(tags)
 
 
-def index_hash(key: str) -> int:
-    """Return the non-negative hash of an index key `topic#key` (format#key-hash).
+def index_hash(key: str, initial: int = 0) -> int:
+    """Return the non-negative hash of an index key `topic#key` (format#key-hash). `initial` is that of `java_hash`.
 
     Java uses `Math.abs`, which leaves -2147483648 negative, and then replaces it by 0.
 
     >>> index_hash("polygenelubricants"), index_hash("pay-ok")
     (0, 995269343)
     """
-    value = abs(java_hash(key))
+    value = abs(java_hash(key, initial))
     return 0 if value == _SIGN else value
 
 

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple, NoReturn
 
 from mqstore.errors import FormatError
 
-__all__ = ["BODY", "STORE", "Limits", "check", "decode"]
-
 
 class Limits(NamedTuple):
     """Bounds of a JSON text. A text within `depth` never exhausts the stack of its reader."""

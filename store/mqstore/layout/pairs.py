@@ -17,8 +17,6 @@ import numpy.typing as npt
 from mqstore.layout.scan import everywhere
 from mqstore.native import kernel
 
-__all__ = ["Pairs"]
-
 _Int64s = npt.NDArray[np.int64]
 _NONE = np.zeros((4, 0), np.int64)
 

@@ -53,8 +53,6 @@ from mqstore.native import kernel
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["Headers", "check_place", "collect", "content_end", "everywhere", "find_next", "gather", "read_run"]
-__all__ += ["slices", "topic_is", "verify", "walk"]
 
 _Int64s = npt.NDArray[np.int64]
 _Int32s = npt.NDArray[np.int32]
@@ -286,10 +284,8 @@ class Headers:
         if not len(self.positions):
             return np.empty(0, _HEAD)
         if kernel is not None:
-            heads = np.empty(len(self.positions), _HEAD)
-            # As bytes, since the C function accepts no structured items.
-            kernel.gather(self._view, self.positions, _HEAD_BYTES, heads.view(np.uint8))
-            return heads
+            widths = np.full(len(self.positions), _HEAD_BYTES, np.int64)
+            return collect(self._view, self.positions, widths).view(_HEAD)
         return everywhere(self._view, f"V{_HEAD_BYTES}")[self.positions].view(_HEAD)
 
     def head_words(self, at: int) -> npt.NDArray[np.uint64]:

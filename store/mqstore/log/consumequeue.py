@@ -35,7 +35,6 @@ from mqstore.signalsafe import Lock
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["ConsumeQueue", "QueueTable"]
 
 _CHUNK_UNITS = 1 << 16
 _BLOCK_UNITS = 4096 // UNIT_BYTES

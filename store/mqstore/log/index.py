@@ -39,8 +39,6 @@ from mqstore.log.recovery.report import Finding
 from mqstore.native import fence
 from mqstore.signalsafe import Lock
 
-__all__ = ["Index", "IndexFile"]
-
 _MAX_MAPPED = 16
 _MAX_UNSYNCED = 2
 """Maximum number of files open for writing. A full one keeps its descriptor until it is synced."""

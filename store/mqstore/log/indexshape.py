@@ -32,8 +32,6 @@ from mqstore.layout.indexfile import (
     slots_entries_from_length,
 )
 
-__all__ = ["shape_of", "shape_of_file"]
-
 _ENTRY_PER_SLOT = ENTRY_BYTES // SLOT_BYTES
 _MAX_LENGTH = 1 << 31
 _CHUNK = 1 << 18

@@ -30,21 +30,6 @@ from mqstore.layout.scan import find_next, read_run
 from mqstore.log.indexshape import shape_of_file
 from mqstore.options import DEFAULT_DELAY_LEVELS, DEFAULT_MESSAGE_BYTES, Profile, StoreConfig, delay_table_ms
 
-__all__ = [
-    "GUARD",
-    "MANIFEST",
-    "NOT_YET",
-    "Manifest",
-    "check_own",
-    "decode",
-    "derived",
-    "is_guarded",
-    "resolve",
-    "save",
-    "stored",
-    "write_guard",
-]
-
 MANIFEST = "mqstore.json"
 GUARD = os.path.join("commitlog", "mqstore.profile")
 SCHEMA = 1

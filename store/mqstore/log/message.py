@@ -56,8 +56,6 @@ from mqstore.layout.record import (
 from mqstore.log.writing.log_tail import QueueRef
 from mqstore.native import kernel
 
-__all__ = ["Find", "Message", "UnitBatch", "row_of", "stored_bytes"]
-
 Find: TypeAlias = "Callable[[bytes], Message]"
 """Function that returns the message whose body a reference names (`layout/bodyref.py`)."""
 

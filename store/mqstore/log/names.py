@@ -6,14 +6,14 @@ import re
 
 from mqstore.errors import InvalidMessageError
 
-__all__ = ["HALF_TOPIC", "RETRY_PREFIX", "SYSTEM_PREFIX", "TIMER_TOPIC", "check_topic", "is_path_safe"]
-
 HALF_TOPIC = "RMQ_SYS_TRANS_HALF_TOPIC"
 TIMER_TOPIC = "rmq_sys_wheel_timer"
 SYSTEM_PREFIX = "rmq_sys_"
 RETRY_PREFIX = "%RETRY%"
 _DLQ_PREFIX = "%DLQ%"
 _LEGAL = re.compile(r"[%|a-zA-Z0-9_-]+|%RETRY%[%|a-zA-Z0-9_+-]+")
+MAX_QUEUE_ID = 16_383
+"""Maximum queue id of a message that is put. Files of a RocketMQ broker may have greater ones."""
 MAX_TOPIC = 127
 MAX_SYSTEM_TOPIC = 255
 

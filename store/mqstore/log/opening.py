@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mqstore.errors import CorruptStoreError, MQStoreError, ReadOnlyStoreError, StoreIOError
 from mqstore.files.jsonfile import load_json
@@ -36,8 +36,6 @@ from mqstore.log.recovery.scanner import written_end
 from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.room import give_up_room
 
-__all__ = ["Opened", "Opening", "report_renamed", "report_undone"]
-
 _log = logging.getLogger("mqstore")
 
 
@@ -57,16 +55,6 @@ def report_undone(report: RecoveryReport, undone: Undone) -> None:
     report.changed |= bool(undone.findings)
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """Result of opening a store for writing."""
-
-    outcome: Outcome
-    went_down: bool
-    """True if the last writer was killed together with the machine.
-    The mark does not name this boot before the store is open."""
-
-
 class Opening:
     """Opening of a store for writing. The caller holds its lock."""
 
@@ -77,8 +65,10 @@ class Opening:
         self._abort = abort
         self._path, self._fs, self._manifest = parts.root, parts.fs, parts.manifest
 
-    def run(self, options: RecoverOptions, progress: Progress | None) -> Opened:
-        """Load and recover the store. On an error the caller closes the parts."""
+    def run(self, options: RecoverOptions, progress: Progress | None) -> tuple[Outcome, bool]:
+        """Load and recover the store. On an error the caller closes the parts.
+        Also returns True if the last writer was killed together with the machine. The mark does not name this boot
+        before the store is open."""
         parts, abort, txn = self._parts, self._abort, self._txn
         created = not self._manifest.exists
         give_up_room(self._path, self._fs)
@@ -131,7 +121,7 @@ class Opening:
         if report.scanned_from is not None:
             # Bytes that a killed process left in the page cache now count as stored, so they must be on disk.
             parts.log_writer.sync(report.scanned_from, outcome.end)
-        return Opened(outcome, went_down)
+        return outcome, went_down
 
     @contextmanager
     def _taking_mark_back(self, clean: bool, *refusals: type[MQStoreError]) -> Iterator[None]:

@@ -21,14 +21,12 @@ from mqstore.files.segments import SegmentRun
 from mqstore.layout.scan import gather, walk
 from mqstore.log.commitlog import CommitLog
 from mqstore.log.reading.deleted import remove_queues, save_deleted
+from mqstore.log.stats import TaskErrors
 from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.background import AHEAD_MS, Checkpointer
 from mqstore.log.writing.dispatcher import Dispatcher
-from mqstore.log.writing.taskerrors import TaskErrors
 from mqstore.options import Retention, seconds
 from mqstore.signalsafe import Lock
-
-__all__ = ["Retainer", "disk_ratio", "expired_before"]
 
 _log = logging.getLogger("mqstore")
 

@@ -35,24 +35,21 @@ from mqstore.log.commitlog import CommitLog
 from mqstore.log.manifest import check_own
 from mqstore.log.opening import Opening
 from mqstore.log.reading.change_feed import WriterFeed
-from mqstore.log.reading.reader import StoreReader
+from mqstore.log.reading.iteration import IteratingReader
 from mqstore.log.recovery.recover import Progress, RecoverOptions
 from mqstore.log.recovery.verify import Verifier
 from mqstore.log.retention import Retainer
-from mqstore.log.stats import StoreStats
+from mqstore.log.stats import StoreStats, TaskErrors
 from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.background import BackgroundWork, Checkpointer
 from mqstore.log.writing.dispatcher import Dispatcher, DispatchThread
 from mqstore.log.writing.room import Room
 from mqstore.log.writing.syncs import LogSyncs
-from mqstore.log.writing.taskerrors import TaskErrors
 from mqstore.log.writing.wakeups import PagePrefetch, Wakeups
 from mqstore.log.writing.writer import LogWriter
 from mqstore.native import Sending, compiled_put
 from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig, check_durability, seconds
 from mqstore.threads import start_thread
-
-__all__ = ["MessageStore"]
 
 _log = logging.getLogger("mqstore")
 _P = ParamSpec("_P")
@@ -96,17 +93,8 @@ def _by_writer(method: Callable[Concatenate[LogWriter, _P], _R]) -> Callable[Con
     return call
 
 
-class MessageStore(StoreReader, Sending):
-    """Store directory, opened for writing. Use `mqstore.open`.
-
-    >>> import tempfile
-    >>> from mqstore.log.store import MessageStore
-    >>> with tempfile.TemporaryDirectory() as folder, MessageStore(folder) as store:
-    ...     receipt = store.put("orders", b"hello", tag="created", keys=["o-1"])
-    ...     [message] = store.read("orders")
-    ...     message.body, message.tag, message.keys, receipt.offset
-    (b'hello', 'created', ('o-1',), 0)
-    """
+class MessageStore(IteratingReader, Sending):
+    """Store directory, opened for writing. Use `mqstore.open`."""
 
     mode: ClassVar[Literal["r", "rw"]] = "rw"
     _threads: Sequence[threading.Thread] = ()
@@ -225,8 +213,8 @@ class MessageStore(StoreReader, Sending):
         parts = StoreParts(self.path, self.manifest, self.config, self.fs, self.clock, writable=True)
         self._set_parts(parts)
         txn = TxnFile(self.path, self.fs, self.clock, self.config.file_mode)
-        opened = Opening(parts, txn, self._abort).run(options, progress)
-        outcome, end = opened.outcome, opened.outcome.end
+        outcome, went_down = Opening(parts, txn, self._abort).run(options, progress)
+        end = outcome.end
         self.recovery = outcome.report
         self._build(txn)
         self._log.reset(end)
@@ -248,7 +236,7 @@ class MessageStore(StoreReader, Sending):
             last_record=max(0, outcome.last_record),
         )
         self.background.check_clock()
-        if opened.went_down:
+        if went_down:
             self._abort.set(os.getpid())
         self.wakeups.set()
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from mqstore.clock import Clock
 from mqstore.files.descriptors import DescriptorCache
-from mqstore.files.filesystem import FileSystem
-from mqstore.files.limit import free_descriptors
+from mqstore.files.filesystem import FileSystem, free_descriptors
 from mqstore.files.segment import LoadProblem, segment_name
 from mqstore.files.segments import SegmentRun
 from mqstore.files.segmentwriter import SegmentWriter
@@ -24,8 +23,6 @@ from mqstore.log.manifest import Manifest
 from mqstore.log.recovery.report import Finding
 from mqstore.log.recovery.scanner import NEVER_TORN, End, Event, first_record_time, scan_log, until_torn, watermark
 from mqstore.options import StoreConfig, delay_table_ms
-
-__all__ = ["CheckpointFile", "StoreParts"]
 
 
 class StoreParts:

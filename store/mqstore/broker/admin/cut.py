@@ -56,10 +56,10 @@ from mqstore.layout.record import (
 )
 from mqstore.layout.scan import check_place, find_next, read_run
 from mqstore.log.bulk.inbox import free_path, queues_of, topics_entered
-from mqstore.log.bulk.shard import MAX_QUEUE_ID, shard_json
+from mqstore.log.bulk.shard import shard_json
 from mqstore.log.bulk.txn import read_txn
 from mqstore.log.message import Message, UnitBatch
-from mqstore.log.names import HALF_TOPIC, SYSTEM_PREFIX, TIMER_TOPIC, is_path_safe
+from mqstore.log.names import HALF_TOPIC, MAX_QUEUE_ID, SYSTEM_PREFIX, TIMER_TOPIC, is_path_safe
 from mqstore.log.reading.reader import StoreReader
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.recover import Progress

@@ -52,8 +52,8 @@ from mqstore.files.jsonfile import decode_json, load_json, read_json
 from mqstore.log.bulk.splice import Splicer, SpliceResult
 from mqstore.log.bulk.txn import is_app
 from mqstore.log.names import check_topic, is_path_safe
+from mqstore.log.stats import TaskErrors
 from mqstore.log.store_files import StoreParts
-from mqstore.log.writing.taskerrors import TaskErrors
 
 __all__ = ["BulkAppender", "CreateTopics", "free_path", "inbox_state", "queues_of", "topics_entered"]
 

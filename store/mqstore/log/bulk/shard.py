@@ -38,16 +38,15 @@ from mqstore.layout.dispatch import SCHEDULE_TOPIC, topics_of
 from mqstore.layout.properties import CRC32
 from mqstore.layout.record import BLANK_BYTES, INNER_BATCH, TRANSACTION_COMMIT, TRANSACTION_MASK, unreadable_number
 from mqstore.layout.scan import Headers, gather, has_crc_tail, walk
-from mqstore.log.names import is_path_safe
+from mqstore.log.names import MAX_QUEUE_ID, is_path_safe
 from mqstore.log.reading.prefetch import Prefetch
 from mqstore.log.writing.log_tail import QueueRef
 from mqstore.native import kernel
 from mqstore.options import Profile
 
-__all__ = ["MAX_QUEUE_ID", "WINDOW_BYTES", "Groups", "Limits", "Shard", "Window", "by_queue", "shard_json"]
+__all__ = ["WINDOW_BYTES", "Groups", "Limits", "Shard", "Window", "by_queue", "shard_json"]
 
 WINDOW_BYTES = 8 << 20
-MAX_QUEUE_ID = 16_383
 _INNER = re.compile(b"INNER_")
 _NUMBERS = ("records", "bytes", "crc32c", "largest")
 

@@ -18,8 +18,6 @@ from mqstore.log.writing.dispatcher import Dispatcher
 from mqstore.log.writing.wakeups import Wakeups
 from mqstore.signalsafe import Lock
 
-__all__ = ["ChangeFeed", "FileFeed", "WriterFeed"]
-
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.001, 0.1
 
 

@@ -1,12 +1,11 @@
 """Checks that the records of units verify and belong to these units (format#readers, format#verifies).
 
-units of one segment -> its mapping -> compiled check, or numpy, or one by one -> flags of the good ones
+units of one segment -> its mapping -> compiled check, or numpy -> flags of the good ones
 """
 
 from __future__ import annotations
 
 import mmap
-from struct import Struct
 from typing import NamedTuple
 
 import numpy as np
@@ -14,28 +13,12 @@ import numpy.typing as npt
 
 from mqstore.files.segment import Segment
 from mqstore.layout.dispatch import is_listed
-from mqstore.layout.record import (
-    BODY_LENGTH_BYTES,
-    MAGIC_AT,
-    MAGIC_V1,
-    MIN_RECORD_BYTES,
-    QUEUE_ID_AT,
-    Checksum,
-    body_length_at,
-    check_record,
-)
+from mqstore.layout.record import MIN_RECORD_BYTES, Checksum
 from mqstore.layout.scan import Headers, gather, topic_is, verify
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.reading.change_feed import ChangeFeed
 from mqstore.log.store_files import StoreParts
 from mqstore.native import kernel
-
-__all__ = ["Checked", "RecordChecker", "Units", "check_units"]
-
-_SMALL_BATCH = 16
-"""Up to this many units, checking one at a time is no slower than checking arrays."""
-_QUEUE = Struct(">iiqqi").unpack_from  # queueId, flag, queueOffset, physicalOffset, sysFlag
-_I4 = Struct(">i").unpack_from
 
 
 class Checked(NamedTuple):
@@ -101,10 +84,6 @@ class RecordChecker:
             return None, Checked(np.zeros(len(physical), np.bool_))
         segment, buffer = there
         units = Units(physical - segment.start, physical, sizes, slots)
-        if self.kernel is None and self._verify_reads and len(physical) <= _SMALL_BATCH:
-            rows = zip(*(column.tolist() for column in units), strict=True)
-            sound = [_is_sound(queue, buffer, self._checksum, *row) for row in rows]
-            return buffer, Checked(np.array(sound, np.bool_))
         return buffer, check_units(queue, buffer, units, self._checksum if self._verify_reads else None)
 
 
@@ -130,30 +109,6 @@ def check_units(
     good = np.zeros(len(units.starts), np.bool_)
     good[chosen] = True
     return Checked(good, known if good.all() else None)
-
-
-def _is_sound(
-    queue: ConsumeQueue,
-    buffer: mmap.mmap | bytes,
-    checksum: Checksum,
-    start: int,
-    physical: int,
-    size: int,
-    slot: int,
-) -> bool:
-    """Check one record as `_sound` does, without the fixed cost of arrays."""
-    check = check_record(buffer, start, len(buffer), physical, checksum)
-    if check.status != "ok" or check.size != size:
-        return False
-    queue_id, _, queue_offset, _, sys_flag = _QUEUE(buffer, start + QUEUE_ID_AT)
-    if queue_id == queue.queue_id and queue_offset == slot:
-        at = start + body_length_at(sys_flag)
-        at += BODY_LENGTH_BYTES + _I4(buffer, at)[0]
-        topic = queue.topic_bytes
-        length = len(topic).to_bytes(1 if _I4(buffer, start + MAGIC_AT)[0] == MAGIC_V1 else 2, "big")
-        if buffer[at : at + len(length) + len(topic)] == length + topic:
-            return True
-    return is_listed(buffer, start, queue.topic, queue.queue_id, slot)
 
 
 def _ordinary(

@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mqstore.errors import CorruptStoreError, StoreIOError
 from mqstore.files.jsonfile import load_json, save_json
-from mqstore.log.consumequeue import ConsumeQueue, QueueTable
+from mqstore.log.consumequeue import QueueTable
 
 if TYPE_CHECKING:
     from mqstore.log.store_files import StoreParts
 
-__all__ = ["DELETED_FILE", "check_deleted", "continue_numbers", "load_deleted", "remove_queues", "save_deleted"]
 
 _log = logging.getLogger("mqstore")
 
@@ -69,19 +68,16 @@ def remove_queues(queues: QueueTable, topics: Iterable[str]) -> None:
     Nothing may be dispatched meanwhile."""
     for topic in topics:
         for queue in queues.of(topic):
-            if queue.last_message()[0] < queues.deleted[topic]:
-                _remove(queue, queues)
-
-
-def _remove(queue: ConsumeQueue, queues: QueueTable) -> None:
-    for name in queue.list_files():
-        queues.remove_file(os.path.join(queue.directory, name))
-    queue.forget_files()
-    queue.min_offset = queue.max_offset
-    for folder in (queue.directory, os.path.dirname(queue.directory)):
-        with suppress(StoreIOError):  # the topic has another queue
-            queues.fs.rmdir(folder)
-            queues.made_directories.discard(folder)
+            if queue.last_message()[0] >= queues.deleted[topic]:
+                continue
+            for name in queue.list_files():
+                queues.remove_file(os.path.join(queue.directory, name))
+            queue.forget_files()
+            queue.min_offset = queue.max_offset
+            for folder in (queue.directory, os.path.dirname(queue.directory)):
+                with suppress(StoreIOError):  # the topic has another queue
+                    queues.fs.rmdir(folder)
+                    queues.made_directories.discard(folder)
 
 
 def continue_numbers(queues: QueueTable, ends: Mapping[str, Mapping[str, int]]) -> None:

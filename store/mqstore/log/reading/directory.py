@@ -16,7 +16,6 @@ from mqstore.files.readonly_fs import QUIET
 from mqstore.files.segment import place_in_file
 from mqstore.layout.messageid import decode_message_id
 from mqstore.log.message import Message
-from mqstore.log.reading.iteration import follow_queues
 from mqstore.log.reading.raw_scan import damage_at, walk_log, walk_queue
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.reading.records import RemovedBodyError
@@ -24,8 +23,6 @@ from mqstore.log.reading.tagfilter import parse_tags
 from mqstore.log.recovery.report import Finding
 from mqstore.log.recovery.verify import Gap
 from mqstore.log.writing.log_tail import QueueRef
-
-__all__ = ["StoreFiles"]
 
 
 class StoreFiles(Closing):
@@ -95,7 +92,7 @@ class StoreFiles(Closing):
         """Yield messages from `positions` on as they come, without end. Moves `positions`.
         Raises FilterError at once, and TopicNotFoundError while the topic does not exist."""
         parse_tags(tags, topic)
-        return follow_queues(self._store, topic, positions, tags, queue_id)
+        return self._store.follow_queues(topic, positions, tags, queue_id)
 
     # -- the log ----------------------------------------------------------------------------------------------------
 

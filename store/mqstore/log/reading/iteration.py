@@ -7,17 +7,13 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from datetime import datetime
 from heapq import merge
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from mqstore.errors import InvalidMessageError, OffsetOutOfRangeError
+from mqstore.errors import InvalidMessageError
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.message import Message
+from mqstore.log.reading.reader import StoreReader, outside
 from mqstore.log.writing.log_tail import QueueRef
-
-if TYPE_CHECKING:
-    from mqstore.log.reading.reader import StoreReader
-
-__all__ = ["follow_queues", "iterate"]
 
 _log = logging.getLogger("mqstore")
 
@@ -26,151 +22,153 @@ _FOLLOW_LOOK_S = 1.0
 """Interval at which a following iteration checks whether the end has moved back."""
 
 
-def iterate(
-    store: StoreReader,
-    topic: str,
-    queue_id: int | None,
-    *,
-    start: Literal["earliest", "latest"] | datetime | int,
-    stop: int | None,
-    follow: bool,
-    tags: str | None,
-) -> Iterator[Message]:
-    """Yield messages. `MessageStore.iter` describes the parameters."""
-    if queue_id is not None:
-        queue = store.queue_named(topic, queue_id)
-        position, named = _start_of(store, queue, start), isinstance(start, int)
-        if stop is None and not follow and position <= queue.max_offset:
-            stop = queue.max_offset
-        yield from _iter_queue(store, queue, position, stop, follow, tags, named=named)
-        return
-    if isinstance(start, int) or stop is not None:
-        raise InvalidMessageError("start and stop are offsets of one queue: give queue_id=, too", "start")
-    positions = {ref: _start_of(store, store.queue_named(*ref), start) for ref in store.queues(topic)}
-    yield from follow_queues(store, topic, positions, tags) if follow else _merged(store, positions, tags)
+class IteratingReader(StoreReader):
+    """Store whose messages can be iterated over. Base of stores opened for reading or for writing."""
 
+    def iter(
+        self,
+        topic: str,
+        queue_id: int | None = None,
+        *,
+        start: Literal["earliest", "latest"] | datetime | int = "earliest",
+        stop: int | None = None,
+        follow: bool = False,
+        tags: str | None = "*",
+    ) -> Iterator[Message]:
+        """Yield messages of one queue in order, or of all queues of the topic, merged by store time.
 
-def follow_queues(
-    store: StoreReader, topic: str, positions: dict[QueueRef, int], tags: str | None, queue_id: int | None = None
-) -> Iterator[Message]:
-    """Yield messages of a topic, or of one of its queues, from `positions` on, endlessly, merged by store time.
-    Queues without a position start at their first message."""
-
-    def queues() -> list[QueueRef]:
-        return [ref for ref in store.queues(topic) if queue_id in (None, ref.queue_id)]
-
-    cuts: dict[QueueRef, int] = {}
-    while True:
-        for ref in queues():
-            queue = store.queue_named(*ref)
-            positions.setdefault(ref, queue.min_offset)
-            if queue.cuts != cuts.setdefault(ref, queue.cuts):
-                cuts[ref] = queue.cuts
-                if positions[ref] > queue.cut_to:
-                    positions[ref] = _back_to_cut(store, queue, positions[ref])
-        before = dict(positions)
-        yield from _merged(store, positions, tags)
-        if positions == before:
-            _wait_for_news(store, queues, positions)
-
-
-def _merged(store: StoreReader, positions: dict[QueueRef, int], tags: str | None) -> Iterator[Message]:
-    """Yield the messages that the queues have now, from `positions` on, and move the positions."""
-    rounds = [_round(store, ref, positions, tags) for ref in positions]
-    return merge(*rounds, key=lambda m: (m.store_timestamp_ms, m.physical_offset))
-
-
-def _round(store: StoreReader, ref: QueueRef, positions: dict[QueueRef, int], tags: str | None) -> Iterator[Message]:
-    queue = store.queue_named(*ref)
-    positions[ref] = yield from _iter_queue(store, queue, positions[ref], queue.max_offset, False, tags)
-
-
-def _wait_for_news(store: StoreReader, queues: Callable[[], list[QueueRef]], positions: dict[QueueRef, int]) -> None:
-    """Return when one of `queues` has grown beyond its position, or a new queue exists."""
-    pause = _FOLLOW_MIN_S
-    polls = 0
-    while True:
-        store.check_open()
-        time.sleep(pause)  # at least once, since messages beyond a position may not be readable yet
-        pause = min(2 * pause, _FOLLOW_MAX_S)
-        polls += 1
-        if any(store.queue_named(*ref, offset).max_offset != offset for ref, offset in positions.items()):
+        `queue_id` None means all queues. `start` is a word, a time, or for one queue an offset. `stop` is the offset
+        to end before. None means the present end. With `follow` it waits for more messages without end, and yields
+        those of several queues in rounds, merged within each round. If a writer cuts messages that this reader has
+        seen, following continues at the cut, and logs it. It does the same if retention overtakes the reader.
+        Unreadable messages are skipped as by `read`. Raises OffsetOutOfRangeError for a `start` offset that does not
+        exist.
+        """
+        if queue_id is not None:
+            queue = self.queue_named(topic, queue_id)
+            position, named = self._start_of(queue, start), isinstance(start, int)
+            if stop is None and not follow and position <= queue.max_offset:
+                stop = queue.max_offset
+            yield from self._iter_queue(queue, position, stop, follow, tags, named=named)
             return
-        # For another process a new queue is a new folder. Looking for folders is expensive, so not every time.
-        if (store.mode == "rw" or polls % 10 == 0) and any(ref not in positions for ref in queues()):
-            return
+        if isinstance(start, int) or stop is not None:
+            raise InvalidMessageError("start and stop are offsets of one queue: give queue_id=, too", "start")
+        positions = {ref: self._start_of(self.queue_named(*ref), start) for ref in self.queues(topic)}
+        yield from self.follow_queues(topic, positions, tags) if follow else self._merged(positions, tags)
 
+    def follow_queues(
+        self, topic: str, positions: dict[QueueRef, int], tags: str | None, queue_id: int | None = None
+    ) -> Iterator[Message]:
+        """Yield messages of a topic, or of one of its queues, from `positions` on, endlessly, merged by store time.
+        Queues without a position start at their first message."""
 
-def _start_of(store: StoreReader, queue: ConsumeQueue, start: str | datetime | int) -> int:
-    if isinstance(start, int):
-        return start
-    if isinstance(start, datetime):
-        return store.offset_at(queue.topic, queue.queue_id, start)
-    if start not in ("earliest", "latest"):
-        raise InvalidMessageError(f"start must be 'earliest', 'latest', a datetime or offset, not {start!r}", "start")
-    return queue.min_offset if start == "earliest" else queue.max_offset
+        def queues() -> list[QueueRef]:
+            return [ref for ref in self.queues(topic) if queue_id in (None, ref.queue_id)]
 
+        cuts: dict[QueueRef, int] = {}
+        while True:
+            for ref in queues():
+                queue = self.queue_named(*ref)
+                positions.setdefault(ref, queue.min_offset)
+                if queue.cuts != cuts.setdefault(ref, queue.cuts):
+                    cuts[ref] = queue.cuts
+                    if positions[ref] > queue.cut_to:
+                        positions[ref] = self._back_to_cut(queue, positions[ref])
+            before = dict(positions)
+            yield from self._merged(positions, tags)
+            if positions == before:
+                self._wait_for_news(queues, positions)
 
-def _iter_queue(
-    store: StoreReader,
-    queue: ConsumeQueue,
-    start: int,
-    stop: int | None,
-    follow: bool,
-    tags: str | None,
-    *,
-    named: bool = False,
-) -> Generator[Message, None, int]:
-    """Yield messages of `queue`. Return the offset after the last one examined.
-    With `named`, the caller asked for offset `start`, and gets an error if it does not exist."""
-    position = start
-    size = 32
-    cuts = queue.cuts
-    while stop is None or position < stop:
-        want = size if stop is None else min(size, stop - position)
-        result = store.get(queue.topic, queue.queue_id, position, want, tags=tags)
-        if follow and queue.cuts != cuts:
-            cuts = queue.cuts
-            if position > queue.cut_to:
-                position = _back_to_cut(store, queue, position)
+    def _merged(self, positions: dict[QueueRef, int], tags: str | None) -> Iterator[Message]:
+        """Yield the messages that the queues have now, from `positions` on, and move the positions."""
+        rounds = [self._round(ref, positions, tags) for ref in positions]
+        return merge(*rounds, key=lambda m: (m.store_timestamp_ms, m.physical_offset))
+
+    def _round(self, ref: QueueRef, positions: dict[QueueRef, int], tags: str | None) -> Iterator[Message]:
+        queue = self.queue_named(*ref)
+        positions[ref] = yield from self._iter_queue(queue, positions[ref], queue.max_offset, False, tags)
+
+    def _wait_for_news(self, queues: Callable[[], list[QueueRef]], positions: dict[QueueRef, int]) -> None:
+        """Return when one of `queues` has grown beyond its position, or a new queue exists."""
+        pause = _FOLLOW_MIN_S
+        polls = 0
+        while True:
+            self.check_open()
+            time.sleep(pause)  # at least once, since messages beyond a position may not be readable yet
+            pause = min(2 * pause, _FOLLOW_MAX_S)
+            polls += 1
+            if any(self.queue_named(*ref, offset).max_offset != offset for ref, offset in positions.items()):
+                return
+            # For another process a new queue is a new folder. Looking for folders is expensive, so not every time.
+            if (self.mode == "rw" or polls % 10 == 0) and any(ref not in positions for ref in queues()):
+                return
+
+    def _start_of(self, queue: ConsumeQueue, start: str | datetime | int) -> int:
+        if isinstance(start, int):
+            return start
+        if isinstance(start, datetime):
+            return self.offset_at(queue.topic, queue.queue_id, start)
+        if start not in ("earliest", "latest"):
+            raise InvalidMessageError(
+                f"start must be 'earliest', 'latest', a datetime or offset, not {start!r}", "start"
+            )
+        return queue.min_offset if start == "earliest" else queue.max_offset
+
+    def _iter_queue(
+        self,
+        queue: ConsumeQueue,
+        start: int,
+        stop: int | None,
+        follow: bool,
+        tags: str | None,
+        *,
+        named: bool = False,
+    ) -> Generator[Message, None, int]:
+        """Yield messages of `queue`. Return the offset after the last one examined.
+        With `named`, the caller asked for offset `start`, and gets an error if it does not exist."""
+        position = start
+        size = 32
+        cuts = queue.cuts
+        while stop is None or position < stop:
+            want = size if stop is None else min(size, stop - position)
+            result = self.get(queue.topic, queue.queue_id, position, want, tags=tags)
+            if follow and queue.cuts != cuts:
+                cuts = queue.cuts
+                if position > queue.cut_to:
+                    position = self._back_to_cut(queue, position)
+                    continue
+            if result.status == "OFFSET_TOO_SMALL" and not (named and position == start):
+                _log.warning(
+                    "%s: retention deleted offsets %d to %d of %s/%d before they were read; reading continues at %d",
+                    *(self.path, position, result.min_offset - 1, queue.topic, queue.queue_id, result.min_offset),
+                )
+                position = result.min_offset
                 continue
-        if result.status == "OFFSET_TOO_SMALL" and not (named and position == start):
-            _log.warning(
-                "%s: retention deleted offsets %d to %d of %s/%d before they were read; reading continues at %d",
-                *(store.path, position, result.min_offset - 1, queue.topic, queue.queue_id, result.min_offset),
-            )
-            position = result.min_offset
-            continue
-        if result.status in ("OFFSET_TOO_SMALL", "OFFSET_OVERFLOW_BADLY"):
-            raise OffsetOutOfRangeError(
-                f"offset {position} of {queue.topic}/{queue.queue_id} is not between "
-                f"{result.min_offset} and {result.max_offset}",
-                result.min_offset,
-                result.max_offset,
-            )
-        for message in result.messages:
-            if stop is not None and message.offset >= stop:
-                return stop
-            yield message
-        if result.next_offset > position:
-            position = result.next_offset
-            size = min(2 * size, 1024)
-        elif not follow:
-            return position
-        else:
-            size = 32
-            store.check_open()
-            if queue.max_offset > position:
-                time.sleep(_FOLLOW_MAX_S)  # its record cannot be read yet
+            if result.status in ("OFFSET_TOO_SMALL", "OFFSET_OVERFLOW_BADLY"):
+                raise outside(queue.ref, position, result)
+            for message in result.messages:
+                if stop is not None and message.offset >= stop:
+                    return stop
+                yield message
+            if result.next_offset > position:
+                position = result.next_offset
+                size = min(2 * size, 1024)
+            elif not follow:
+                return position
             else:
-                store.news.wait(queue, position, _FOLLOW_LOOK_S, lambda: store.closed)
-    return position
+                size = 32
+                self.check_open()
+                if queue.max_offset > position:
+                    time.sleep(_FOLLOW_MAX_S)  # its record cannot be read yet
+                else:
+                    self.news.wait(queue, position, _FOLLOW_LOOK_S, lambda: self.closed)
+        return position
 
-
-def _back_to_cut(store: StoreReader, queue: ConsumeQueue, position: int) -> int:
-    """Return the position at which following continues after the end of `queue` has moved back (format#readers)."""
-    _log.warning(
-        "%s: the log was cut, and %s/%d now ends at %d, before offset %d that was read; following continues at its end",
-        *(store.path, queue.topic, queue.queue_id, queue.cut_to, position),
-    )
-    return queue.cut_to
+    def _back_to_cut(self, queue: ConsumeQueue, position: int) -> int:
+        """Return the position at which following continues after the end of `queue` has moved back (format#readers)."""
+        _log.warning(
+            "%s: the log was cut, and %s/%d now ends at %d, before offset %d that was read; "
+            "following continues at its end",
+            *(self.path, queue.topic, queue.queue_id, queue.cut_to, position),
+        )
+        return queue.cut_to

@@ -10,8 +10,6 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Generic, TypeVar
 
-__all__ = ["Prefetch", "stay_alone"]
-
 _T = TypeVar("_T")
 _alone = False
 
@@ -24,13 +22,7 @@ def stay_alone() -> None:
 
 
 class Prefetch(Generic[_T]):
-    """Runner of calls, used in a `with` by one thread at a time. No call runs after the `with`.
-
-    >>> with Prefetch[int]("mqstore-example") as ahead:
-    ...     ahead.begin(lambda: 6 * 7)
-    ...     ahead.result(), ahead.begun
-    (42, False)
-    """
+    """Runner of calls, used in a `with` by one thread at a time. No call runs after the `with`."""
 
     def __init__(self, name: str) -> None:
         """`name` is the name of the thread, which the first call starts."""

@@ -37,8 +37,6 @@ from mqstore.log.recovery.report import Finding
 from mqstore.log.recovery.scanner import Bad, End, Good, scan_log
 from mqstore.log.recovery.verify import Gap, Verifier
 
-__all__ = ["damage_at", "walk_log", "walk_queue"]
-
 _STEP = 512
 
 

@@ -43,7 +43,6 @@ from mqstore.log.message import Message, UnitBatch, stored_bytes
 from mqstore.log.names import is_path_safe
 from mqstore.log.reading.change_feed import ChangeFeed
 from mqstore.log.reading.checking import RecordChecker
-from mqstore.log.reading.iteration import iterate
 from mqstore.log.reading.records import RecordReader, Request
 from mqstore.log.reading.tagfilter import UnitFilter, parse_tags
 from mqstore.log.recovery.report import Finding, RecoveryReport
@@ -54,8 +53,6 @@ from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.log_tail import QueueRef
 from mqstore.options import Duration, StoreConfig
 from mqstore.signalsafe import Lock
-
-__all__ = ["Bound", "GetResult", "GetStatus", "StoreReader"]
 
 Bound = Literal["lower", "upper"]
 GetStatus = Literal[
@@ -96,6 +93,13 @@ class GetResult:
     max_offset: int
 
 
+def outside(queue: QueueRef, offset: int, result: GetResult) -> OffsetOutOfRangeError:
+    """Return the error for an offset that a read did not find."""
+    bounds = result.min_offset, result.max_offset
+    text = f"offset {offset} of {queue.topic}/{queue.queue_id} is not between {bounds[0]} and {bounds[1]}"
+    return OffsetOutOfRangeError(text, *bounds)
+
+
 def to_ms(when: datetime) -> int:
     """Return ms since the epoch of an aware datetime. Raises InvalidMessageError for one without a zone.
 
@@ -112,16 +116,6 @@ class StoreReader(Closing):
 
     A program opens `ReadOnlyMessageStore` or `MessageStore`. They differ in how they find new messages (`log.news`),
     and in the meaning of a record that does not verify (`log.records`).
-
-    >>> import tempfile
-    >>> from mqstore.log.store import MessageStore
-    >>> from mqstore.log.reading.readonly import ReadOnlyMessageStore
-    >>> with tempfile.TemporaryDirectory() as folder, MessageStore(folder) as writer:
-    ...     _ = writer.put_many("orders", [b"a", b"b"])
-    ...     _ = writer.dispatch()
-    ...     with ReadOnlyMessageStore(folder) as reader:
-    ...         [isinstance(store, StoreReader) and len(store.read("orders")) for store in (writer, reader)]
-    [2, 2]
     """
 
     mode: ClassVar[Literal["r", "rw"]]
@@ -345,11 +339,7 @@ class StoreReader(Closing):
         if result.messages:
             return result.messages
         if result.status in ("OFFSET_TOO_SMALL", "OFFSET_OVERFLOW_BADLY"):
-            raise OffsetOutOfRangeError(
-                f"offset {offset} of {topic}/{queue_id} is not between {result.min_offset} and {result.max_offset}",
-                result.min_offset,
-                result.max_offset,
-            )
+            raise outside(QueueRef(topic, queue_id), offset, result)
         while offset < result.next_offset < result.max_offset and not result.messages:
             offset = result.next_offset
             result = self.get(topic, queue_id, offset, max_messages, max_bytes=max_bytes, tags=tags)
@@ -516,29 +506,6 @@ class StoreReader(Closing):
             if there is None and size != VOID_SIZE:  # retention may have deleted it, and many after it
                 slot = max(slot, self.records.find_front(queue))
         return end, None
-
-    # -- iteration --------------------------------------------------------------------------------------------------
-
-    def iter(
-        self,
-        topic: str,
-        queue_id: int | None = None,
-        *,
-        start: Literal["earliest", "latest"] | datetime | int = "earliest",
-        stop: int | None = None,
-        follow: bool = False,
-        tags: str | None = "*",
-    ) -> Iterator[Message]:
-        """Yield messages of one queue in order, or of all queues of the topic, merged by store time.
-
-        `queue_id` None means all queues. `start` is a word, a time, or for one queue an offset. `stop` is the offset
-        to end before. None means the present end. With `follow` it waits for more messages without end, and yields
-        those of several queues in rounds, merged within each round. If a writer cuts messages that this reader has
-        seen, following continues at the cut, and logs it. It does the same if retention overtakes the reader.
-        Unreadable messages are skipped as by `read`. Raises OffsetOutOfRangeError for a `start` offset that does not
-        exist.
-        """
-        return iterate(self, topic, queue_id, start=start, stop=stop, follow=follow, tags=tags)
 
     # -- inspection -------------------------------------------------------------------------------------------------
 

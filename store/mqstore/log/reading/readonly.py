@@ -21,7 +21,7 @@ from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.opening import report_renamed, report_undone
 from mqstore.log.reading.change_feed import FileFeed
 from mqstore.log.reading.deleted import load_deleted
-from mqstore.log.reading.reader import StoreReader
+from mqstore.log.reading.iteration import IteratingReader
 from mqstore.log.recovery.misnamed import Piece, misnamed_segments, settle_surplus, surplus_pieces
 from mqstore.log.recovery.recover import Progress, RecoverOptions, recover, unlisted_queue
 from mqstore.log.recovery.report import Finding, RecoveryReport, finding_of
@@ -30,24 +30,11 @@ from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.log_tail import QueueRef
 from mqstore.options import Duration, Profile, StoreConfig
 
-__all__ = ["ReadOnlyMessageStore"]
-
 _log = logging.getLogger("mqstore")
 
 
-class ReadOnlyMessageStore(StoreReader):
-    """Store directory, opened for reading. Use `mqstore.open` with mode="r".
-
-    >>> import tempfile
-    >>> from mqstore.log.store import MessageStore
-    >>> from mqstore.log.reading.readonly import ReadOnlyMessageStore
-    >>> with tempfile.TemporaryDirectory() as folder, MessageStore(folder) as store:
-    ...     _ = store.put("orders", b"hello")
-    ...     _ = store.dispatch()  # readers see dispatched messages. Usually a thread dispatches them soon
-    ...     with ReadOnlyMessageStore(folder) as reader:
-    ...         [message.body for message in reader.read("orders")]
-    [b'hello']
-    """
+class ReadOnlyMessageStore(IteratingReader):
+    """Store directory, opened for reading. Use `mqstore.open` with mode="r"."""
 
     mode: ClassVar[Literal["r", "rw"]] = "r"
     news: FileFeed

@@ -35,8 +35,6 @@ from mqstore.log.recovery.report import Finding
 from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.log_tail import QueueRef
 
-__all__ = ["RecordReader", "RemovedBodyError", "Request"]
-
 _log = logging.getLogger("mqstore")
 
 _COMPILED_UNITS = 4096

@@ -19,8 +19,6 @@ from mqstore.native import kernel
 if TYPE_CHECKING:
     from mqstore.log.message import Message
 
-__all__ = ["TagFilter", "UnitFilter", "parse_tags", "refuse_single_bar"]
-
 
 class UnitFilter(Protocol):
     """Filter of a read. It filters units first, many at once, and then messages."""

@@ -28,9 +28,8 @@ from typing import Final, NamedTuple
 
 from mqstore.clock import SYSTEM_CLOCK
 from mqstore.errors import FormatError, StoreBusyError
-from mqstore.files.filesystem import FileSystem
+from mqstore.files.filesystem import FileSystem, free_descriptors
 from mqstore.files.jsonfile import JSON_BYTES_MAX, FileState, decode_json, encode_json, state_of
-from mqstore.files.limit import free_descriptors
 from mqstore.files.lock import writer_alive
 from mqstore.files.readonly_fs import QUIET
 from mqstore.files.segment import Segment, segment_start

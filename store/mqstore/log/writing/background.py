@@ -13,14 +13,12 @@ from datetime import timedelta
 from mqstore.files.filesystem import SyncNotBegunError, is_not_begun
 from mqstore.files.flusher import GroupCommit
 from mqstore.layout.checkpoint import Checkpoint
+from mqstore.log.stats import TaskErrors
 from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.dispatcher import Dispatcher
-from mqstore.log.writing.taskerrors import TaskErrors
 from mqstore.log.writing.wakeups import Wakeups
 from mqstore.options import seconds
 from mqstore.signalsafe import Lock
-
-__all__ = ["AHEAD_MS", "BackgroundWork", "Checkpointer"]
 
 _FLUSH_PAGES = 4
 """Number of dirty 4 KiB pages that make an interval flush worth its sync."""

@@ -29,11 +29,9 @@ from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index
 from mqstore.log.names import is_path_safe
 from mqstore.log.recovery.scanner import check_at
-from mqstore.log.writing.taskerrors import TaskErrors
+from mqstore.log.stats import TaskErrors
 from mqstore.log.writing.wakeups import NEVER, Wakeups
 from mqstore.signalsafe import Bell, Lock
-
-__all__ = ["DispatchThread", "Dispatcher", "slot_runs"]
 
 _log = logging.getLogger("mqstore")
 _BATCH = 1 << 15

@@ -15,8 +15,6 @@ from mqstore.errors import ConfigError
 from mqstore.files.flusher import GroupCommit
 from mqstore.native import kernel
 
-__all__ = ["LogTail", "QueueRef", "QueueTail", "as_queue"]
-
 
 class QueueRef(NamedTuple):
     """Queue of a topic.

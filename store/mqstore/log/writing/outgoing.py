@@ -28,27 +28,6 @@ from mqstore.options import Durability, Duration
 if TYPE_CHECKING:
     from mqstore.log.message import Message
 
-__all__ = [
-    "MAX_MESSAGE_GROUP",
-    "ROUTING",
-    "SLOTS",
-    "Body",
-    "Copy",
-    "OutgoingMessage",
-    "check_integer",
-    "checked_group",
-    "checked_pairs",
-    "checked_text",
-    "flat_body",
-    "key_words",
-    "no_such_option",
-    "refuse_options",
-    "refuse_routing",
-    "tail_of",
-    "tail_of_bytes",
-    "user_properties",
-    "without_place",
-]
 
 Body = bytes | bytearray | memoryview
 

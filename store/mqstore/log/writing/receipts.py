@@ -13,8 +13,6 @@ import numpy.typing as npt
 from mqstore.layout.messageid import encode_message_id
 from mqstore.log.writing.log_tail import QueueRef
 
-__all__ = ["SendReceipt", "SendReceipts"]
-
 
 class SendReceipt(tuple[QueueRef, int, int, int, int, bytes, "str | None"]):
     """Position of a stored message. `unique_key` is the same in every copy, the other attributes describe this copy.

@@ -32,8 +32,6 @@ from mqstore.log.writing.dispatcher import Dispatcher
 from mqstore.options import Retention
 from mqstore.signalsafe import Gate, Lock
 
-__all__ = ["Room", "give_up_room"]
-
 _KEPT_BYTES = 1 << 20
 """Minimum reserve for units, checkpoints and JSON files: as much, or a segment if that is smaller."""
 _FILE = "tmp/room"

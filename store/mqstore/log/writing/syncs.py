@@ -14,8 +14,6 @@ from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.wakeups import Wakeups
 from mqstore.options import seconds
 
-__all__ = ["LogSyncs"]
-
 
 class LogSyncs:
     """Durability of a log. A caller that waits for the disk syncs in its own thread, or shares a sync."""

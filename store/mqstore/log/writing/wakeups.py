@@ -11,8 +11,6 @@ from mqstore.files.segmentwriter import SegmentWriter
 from mqstore.log.commitlog import CommitLog
 from mqstore.signalsafe import Bell, Lock
 
-__all__ = ["NEVER", "PagePrefetch", "Wakeups"]
-
 NEVER = 1 << 62
 """Physical offset that no log reaches."""
 _ROOM_BYTES = 1 << 16

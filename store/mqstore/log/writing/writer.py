@@ -33,7 +33,7 @@ from mqstore.layout.record import BLANK_BYTES, INNER_BATCH, MAGIC_V1, MAGIC_V2, 
 from mqstore.log.commitlog import ALLOWANCE, ORDINARY, CommitLog, Fields, SendReceipt, SendReceipts
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.message import Message
-from mqstore.log.names import check_topic
+from mqstore.log.names import MAX_QUEUE_ID, check_topic
 from mqstore.log.stats import Histogram
 from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.log_tail import LogTail, QueueRef, QueueTail
@@ -56,16 +56,6 @@ from mqstore.native import kernel
 from mqstore.options import Durability, waits_for_disk
 from mqstore.signalsafe import Lock
 
-__all__ = [
-    "MAX_QUEUE_ID",
-    "AppendHandle",
-    "HandleState",
-    "LogWriter",
-    "RecordOptions",
-    "fields_of",
-]
-
-MAX_QUEUE_ID = 16_383
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _INNER = b"INNER_"
 _UNCOUNTED: Mapping[str, int] = {}
