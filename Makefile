@@ -66,7 +66,7 @@ COMPILED := $(patsubst %,tests/layout/test_%.py,dispatch_few encode indexfile me
 	$(patsubst %,tests/broker/test_%.py,pop pop_fifo pop_restart)
 
 # Tests sync often, and take half the time on a file system in memory, if there is one with room for them.
-SCRATCH := $(shell df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 4194304 { print $$6 }')
+SCRATCH := $(shell df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 2097152 { print $$6 }')
 
 # Everything with the compiled parts, as everybody has it, then those tests by Python alone.
 test: export TMPDIR := $(or $(TMPDIR),$(SCRATCH))

@@ -9,8 +9,6 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-__all__ = ["SYSTEM_CLOCK", "Clock", "SimulatedClock", "SystemClock"]
-
 
 class Clock(Protocol):
     """Clock of a store.

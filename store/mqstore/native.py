@@ -18,8 +18,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
-__all__ = ["Sending", "compiled_put", "described", "fence", "kernel", "why_not"]
-
 _Put = TypeVar("_Put", bound=Callable[..., Any])
 
 _VERSION = 30

@@ -16,21 +16,6 @@ from typing import Literal
 from mqstore.clock import Clock
 from mqstore.errors import ConfigError
 
-__all__ = [
-    "DEFAULT_DELAY_LEVELS",
-    "DEFAULT_MESSAGE_BYTES",
-    "Durability",
-    "Duration",
-    "Profile",
-    "Retention",
-    "StoreConfig",
-    "check_whole",
-    "delay_table_ms",
-    "milliseconds",
-    "seconds",
-    "waits_for_disk",
-]
-
 Duration = float | timedelta
 """Length of time as a person types it: seconds, or a `timedelta`."""
 

@@ -52,8 +52,6 @@ from mqstore.log.commitlog import SendReceipt
 from mqstore.options import Duration, check_whole, milliseconds, seconds
 from mqstore.signalsafe import Condition
 
-__all__ = ["Queue", "Task"]
-
 _UNREAD: Any = object()
 _MAX_NAME = 120
 _LOOK_S = 0.25

@@ -34,8 +34,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mqstore.errors import StoreBusyError, StoreClosedError
 
-__all__ = ["Bell", "Condition", "Future", "Gate", "Lock", "check_holds_none"]
-
 Result = TypeVar("Result")
 
 

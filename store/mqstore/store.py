@@ -49,8 +49,6 @@ from mqstore.signalsafe import check_holds_none
 if TYPE_CHECKING:
     from mqstore.broker.broker import Broker
 
-__all__ = ["Store"]
-
 _log = logging.getLogger("mqstore")
 
 _P = ParamSpec("_P")

@@ -12,8 +12,6 @@ from typing import Protocol
 
 from mqstore.signalsafe import Bell
 
-__all__ = ["HoldingBell", "Stepping", "start_thread"]
-
 
 class HoldingBell(Bell):
     """Bell by which a waiting thread keeps an object alive while it is `held`, such as one with unfinished work."""

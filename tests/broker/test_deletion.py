@@ -26,7 +26,7 @@ from mqstore.errors import (
     TopicNotFoundError,
     TransactionStateError,
 )
-from tests.broker.popsupport import PopBench, bodies, fail_once
+from tests.broker.popsupport import PopBench, bodies
 from tests.broker.support import Bench, Broker, scanned
 from tests.faults import STEP, Crash, FaultyFileSystem
 from tests.log.support import kill, open_store
@@ -420,7 +420,7 @@ def test_topic_deletion_is_complete_though_the_pop_log_is_full(tmp_path: Path, m
         bench.put("t", 1, queue_id=1)
         bench.pop(n=2)
         bench.parts.topics.on_change.append(told.append)
-        fail_once(monkeypatch, bench.tables.log, "put_reset")
+        bench.fail_once(monkeypatch, "put_reset")
         bench.parts.topics.delete("t", force=True)
         assert told == ["t"]
         assert bench.service.in_flight() == 0

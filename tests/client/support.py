@@ -169,7 +169,7 @@ def advance(broker: Broker, clock: SimulatedClock, consumers: Sequence[PushConsu
     settle(broker, clock, consumers)
 
 
-def open_broker(path: Path) -> Broker:
+def running_broker(path: Path) -> Broker:
     """Return a broker that has its threads, on a store of its own."""
     return Broker(MessageStore(path))
 

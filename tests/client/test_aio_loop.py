@@ -90,7 +90,7 @@ def held_log(store: aio.Store) -> Iterator[None]:
 
 
 def queue_lock(store: aio.Store) -> Any:
-    [state] = (each for each in store.sync.broker._pop._tables.states.values() if each.key.topic == "jobs")
+    [state] = (each for each in store.sync.broker._pop.tables.states.values() if each.key.topic == "jobs")
     return state.lock
 
 

@@ -496,6 +496,30 @@ def test_client_id_of_one_who_hangs_is_free_after_its_lease(bench: PushBench) ->
 
 
 @pytest.mark.parametrize("ordered", [False, True])
+def test_a_queue_is_given_up_when_its_handler_has_ended(bench: PushBench, ordered: bool) -> None:
+    """However long that takes: until then the heir has nothing of it, and then it goes on behind it."""
+    seen, heirs = list[tuple[str, bytes]](), list[PushConsumer]()
+
+    def handler(message: Message) -> None:
+        seen.append(("first", message.body))
+        if not heirs:
+            heirs.append(bench.consumer(lambda each: seen.append(("heir", each.body)), client_id="0", ordered=ordered))
+            for _ in range(100):  # ten minutes; the queue is for one that comes first by name
+                bench.clock.advance(6_000)
+                first.run_once()
+                heirs[0].run_once()
+            assert heirs[0].assignment() == frozenset()
+
+    first = bench.consumer(handler, client_id="1", ordered=ordered, workers=1)
+    bench.put(b"m", b"n")
+    bench.settle()
+    bench.advance(5)
+    assert seen == [("first", b"m"), ("heir", b"n")]
+    assert heirs[0].assignment() == {T0}
+    assert bench.committed() == 2
+
+
+@pytest.mark.parametrize("ordered", [False, True])
 def test_a_queue_at_work_is_not_lost_though_its_lease_has_run_out(bench: PushBench, ordered: bool) -> None:
     """The process was stopped inside of a handler and goes on a minute later; the other member looks first."""
     seen, other = list[bytes](), list[bytes]()

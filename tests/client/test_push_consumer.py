@@ -362,7 +362,7 @@ def test_process_exit_stops_forgotten_consumers(tmp_path: Path) -> None:
 
 def test_consumer_of_a_closed_broker_can_be_stopped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     threads = set(threading.enumerate())
-    broker = support.open_broker(tmp_path)
+    broker = support.running_broker(tmp_path)
     broker.topics.create("t", queues=2)
     begun, go = threading.Event(), threading.Event()
     consumer = subscribed(broker, lambda message: (begun.set(), go.wait(LONG_S), 1 / 0), workers=2).start()

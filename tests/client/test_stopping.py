@@ -186,14 +186,14 @@ def test_store_close_waits_once_and_begins_no_handler(
 ) -> None:
     """Each had the whole timeout, one after the other, and those whose turn had not come went on with new messages."""
     store = mqstore.open(tmp_path / "s")
-    crowd = Crowd(store, 4, options)
+    crowd = Crowd(store, 12, options)
     begin, begun = time.monotonic(), crowd.begun
     store.close(0.7)
     took_s = time.monotonic() - begin
     crowd.let_go.set()
     assert crowd.begun <= begun + 50  # on their way while `close` is called
-    assert 0.6 < took_s < 2.5
-    assert caplog.text.count("handlers still run") == 4  # of the four that do; the other one has ended in time
+    assert 0.6 < took_s < 6  # one after the other takes more than eight, and a busy machine less than two
+    assert caplog.text.count("handlers still run") == 12  # of those that do; the other one has ended in time
 
 
 def test_exit_waits_once_for_all_stores(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_submitted_messages_are_stored_while_handlers_hang(tmp_path: Path) -> No
 def test_aio_store_close_waits_once_for_all_consumers(tmp_path: Path) -> None:
     async def run() -> tuple[float, int, int]:
         store = await mqstore.aio.open(tmp_path / "s")
-        crowd = await asyncio.to_thread(Crowd, store.sync, 2, {})
+        crowd = await asyncio.to_thread(Crowd, store.sync, 5, {})
         begun = asyncio.Event()
 
         async def handle(message: Message) -> None:
@@ -254,7 +254,7 @@ def test_aio_store_close_waits_once_for_all_consumers(tmp_path: Path) -> None:
 
     took_s, before, after = asyncio.run(run())
     assert after <= before + 50
-    assert took_s < 2.8
+    assert took_s < 6  # one after the other takes nine
 
 
 def test_idle_consumers_are_closed_before_hanging_ones(tmp_path: Path) -> None:

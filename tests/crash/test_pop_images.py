@@ -21,8 +21,6 @@ from typing import Any
 import pytest
 
 from mqstore import SimulatedClock
-from mqstore.broker.names import QueueKey, dlq_topic
-from mqstore.broker.pop.request import Delivery
 from mqstore.errors import ReceiptExpiredError
 from tests.broker.popsupport import PopBench
 from tests.crash.campaign import Campaign

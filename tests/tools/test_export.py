@@ -26,7 +26,7 @@ from tests.tools.damages import DAMAGES, filled
 from tests.tools.support import mqstore, seen_on_a_terminal
 
 COMPRESSED, TRANSACTION_PREPARED, TRANSACTION_ROLLBACK = 1, 4, 12
-"""Bits of sys_flag (format#sys-flag)."""
+"""Bits of sys_flag (format#flags)."""
 #: The contract, in its order.
 FIELDS = [*EXPORTED[:5], "body", *EXPORTED[5:]]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mqstore import StoreConfig
-from mqstore.broker.admin.cut import restore
+from mqstore.admin import restore_cut
 from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.columnar.columns import ColumnReader
 from mqstore.columnar.rows import Policy
@@ -138,7 +138,8 @@ def test_cut_waiting_message_comes_back_whole_or_stays_in_its_file(tmp_path: Pat
     recover_store(bench.path, RecoverOptions(prefix=True), config=StoreConfig(clock=bench.clock))
     with open_store(bench.path, clock=bench.clock) as store:
         store.put_many("busy", [bytes(9_000)] * 4)  # over the place of what was cut
-        done = restore(store)
+    done = restore_cut(bench.path)
+    with open_store(bench.path, clock=bench.clock) as store:
         refused = sum((tally.refused for tally in done.files), start=Counter())
         if damaged == "body":
             assert refused == {"message whose body is in a deleted record": 1}

@@ -23,8 +23,6 @@ from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.options import Duration
 
-__all__ = ["PullConsumer", "SimpleConsumer"]
-
 S = TypeVar("S", simpleconsumer.SimpleConsumer, pullconsumer.PullConsumer)
 T = TypeVar("T")
 

@@ -19,8 +19,6 @@ from mqstore.aio.base import AsyncBase, Value, called, paged, to_its_end
 from mqstore.client import delivery
 from mqstore.log.message import Message
 
-__all__ = ["DeadLetters", "Delivery", "Lease", "Task"]
-
 L = TypeVar("L", queue.Task, delivery.Delivery)
 
 

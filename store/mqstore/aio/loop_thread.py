@@ -47,8 +47,6 @@ from mqstore.signalsafe import Bell
 from mqstore.store import Store
 from mqstore.threads import start_thread
 
-__all__ = ["LoopThread", "owned", "size_of", "uncancelled"]
-
 _log = logging.getLogger("mqstore")
 
 _ROW: Final = 256

@@ -24,8 +24,6 @@ from mqstore.log.commitlog import SendReceipt
 from mqstore.log.writing.outgoing import Body
 from mqstore.options import check_whole, seconds
 
-__all__ = ["Producer", "Transaction"]
-
 
 class Transaction(Closable[transaction.Transaction]):
     """Transaction with coroutines: messages become visible when its `async with` block ends well.

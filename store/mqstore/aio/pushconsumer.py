@@ -36,8 +36,6 @@ from mqstore.client.push.handlers import check_handler, check_has_run
 from mqstore.client.push.workers import at_signals
 from mqstore.options import Duration, seconds
 
-__all__ = ["Handler", "PushConsumer", "cancelled"]
-
 _log = logging.getLogger("mqstore")
 
 Handler = Callable[..., Any]

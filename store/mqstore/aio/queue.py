@@ -28,8 +28,6 @@ from mqstore.contract import SendOptions
 from mqstore.errors import QueueEmpty, QueueFull, QueueShutDown
 from mqstore.options import Duration
 
-__all__ = ["Queue"]
-
 _LOOK_S = 0.25
 
 T = TypeVar("T")

@@ -39,8 +39,6 @@ from mqstore.log.writing.outgoing import Body
 from mqstore.options import Duration, seconds
 from mqstore.signalsafe import Lock
 
-__all__ = ["Store", "open"]
-
 _LOOK_S = 0.02
 """Time between the looks of a follower, if another process writes the store."""
 _NEW_QUEUES_S = 1.0

@@ -69,8 +69,6 @@ from mqstore.native import Sending, compiled_put
 from mqstore.options import Durability, Duration, milliseconds, seconds
 from mqstore.signalsafe import check_holds_none
 
-__all__ = ["Broker"]
-
 _log = logging.getLogger("mqstore")
 
 Result = TypeVar("Result")

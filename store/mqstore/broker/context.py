@@ -25,8 +25,6 @@ from mqstore.log.recovery.queueends import forget_ends, load_ends
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 
-__all__ = ["Parts", "Tables", "delete_group", "kept_for_consumers", "messages_of", "open_parts", "open_tables"]
-
 _PAGE = 256
 
 

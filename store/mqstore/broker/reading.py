@@ -32,8 +32,6 @@ from mqstore.signalsafe import Lock
 if TYPE_CHECKING:
     from mqstore.broker.context import Tables
 
-__all__ = ["Fetched", "Loss", "ReadResult", "ReadStatus", "Reads", "Start"]
-
 _log = logging.getLogger("mqstore")
 
 Start = Literal["earliest", "latest"] | datetime

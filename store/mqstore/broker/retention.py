@@ -29,8 +29,6 @@ from mqstore.layout.consumequeue import is_void
 from mqstore.log.reading.reader import StoreReader
 from mqstore.options import Retention
 
-__all__ = ["RetentionService", "all_pins", "physical_of"]
-
 _log = logging.getLogger("mqstore")
 _INTERVAL_MS = 10_000
 _CHUNK_UNITS = 4096

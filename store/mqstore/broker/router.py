@@ -59,9 +59,6 @@ from mqstore.options import Durability, Duration, milliseconds
 from mqstore.signalsafe import Bell, Future
 from mqstore.threads import start_thread
 
-__all__ = ["AsyncPuts", "DelayedReceipt", "Router", "SendOptions"]
-
-
 Item = TypeVar("Item")
 
 

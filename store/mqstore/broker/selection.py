@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 from mqstore.layout.javahash import java_hash
 
-__all__ = ["GroupHash", "RoundRobin", "group_queue", "java_selector_queue", "jump_hash", "jump_hash_many", "siphash24"]
-
 GroupHash = Literal["jump", "siphash24"]
 
 _MASK: Final = 2**64 - 1

@@ -28,8 +28,6 @@ from mqstore.clock import Clock
 from mqstore.signalsafe import Bell, Lock
 from mqstore.threads import start_thread
 
-__all__ = ["BackgroundService", "Housekeeper", "Pin", "Roller", "Wake", "oldest_of"]
-
 _log = logging.getLogger("mqstore")
 
 Wake = Callable[[], None]

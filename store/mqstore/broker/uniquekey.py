@@ -21,8 +21,6 @@ from itertools import count
 
 from mqstore.clock import SYSTEM_CLOCK, Clock
 
-__all__ = ["PROCESS_KEYS", "UniqueKeys", "new_unique_key"]
-
 _EPOCH_MS = 1_609_459_200_000
 _MULTICAST = 1 << 40
 

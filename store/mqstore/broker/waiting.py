@@ -45,8 +45,6 @@ from mqstore.signalsafe import Bell, Lock
 if TYPE_CHECKING:
     from mqstore.broker.context import Parts
 
-__all__ = ["ANY_QUEUE", "Callback", "Waiter", "Waiters"]
-
 _log = logging.getLogger("mqstore")
 
 ANY_QUEUE = -1

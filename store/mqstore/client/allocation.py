@@ -17,8 +17,6 @@ from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.writing.log_tail import as_queue
 
-__all__ = ["STRATEGIES", "Strategy", "avg", "circle", "fixed_queues", "name_of", "strategy_named"]
-
 Strategy = Callable[[str, Sequence[QueueRef], Sequence[str]], Sequence[QueueRef]]
 """Function `(my client id, the queues of one topic, the members) -> my queues`.
 Queues and members are sorted, unique and not empty. A client that is not a member has no queues. Each queue must go to

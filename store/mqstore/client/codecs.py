@@ -16,8 +16,6 @@ from typing import Any, Protocol
 from mqstore.errors import FormatError, InvalidMessageError
 from mqstore.layout.jsontext import BODY, check, decode
 
-__all__ = ["BYTES", "JSON", "TEXT", "Codec"]
-
 
 class Codec(Protocol):
     """Codec that turns items into bytes and back.

@@ -11,8 +11,6 @@ from mqstore.client.push.processqueue import QueueInfo
 from mqstore.contract import BlockedQueue
 from mqstore.log.commitlog import QueueRef
 
-__all__ = ["ConsumerStats", "QueueStats", "TopicStats", "topic_stats"]
-
 
 @dataclass(frozen=True, slots=True)
 class TopicStats:

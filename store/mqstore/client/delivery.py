@@ -36,18 +36,6 @@ from mqstore.layout.properties import RETRY_TOPIC
 from mqstore.log.message import Message
 from mqstore.options import Duration, seconds
 
-__all__ = [
-    "Delivery",
-    "Lease",
-    "LeaseContext",
-    "as_delivered",
-    "as_sent",
-    "fail",
-    "release",
-    "shown",
-    "visibility_seconds",
-]
-
 _log = logging.getLogger("mqstore")
 
 

@@ -22,8 +22,6 @@ from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.writing.outgoing import OutgoingMessage
 
-__all__ = ["DeliveryResult", "Interceptor", "Interceptors", "Settled"]
-
 Settled = Literal["ack", "retry", "dlq"]
 """Outcome of a message: done, to be redelivered, or dead-lettered."""
 

@@ -23,8 +23,6 @@ from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.signalsafe import Lock
 
-__all__ = ["LimitedLog", "text_of"]
-
 _log = logging.getLogger("mqstore")
 
 EVERY_MS: Final = 10_000

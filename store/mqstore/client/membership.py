@@ -28,8 +28,6 @@ from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef
 from mqstore.signalsafe import Lock
 
-__all__ = ["Membership", "client_id_of"]
-
 _log = logging.getLogger("mqstore")
 
 _CLIENT_ID = re.compile(r"[a-zA-Z0-9_.@#-]{1,120}")

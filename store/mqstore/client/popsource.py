@@ -27,8 +27,6 @@ from mqstore.log.commitlog import QueueRef
 from mqstore.options import milliseconds
 from mqstore.signalsafe import Lock
 
-__all__ = ["PopSource", "pop_retries"]
-
 _log = logging.getLogger("mqstore")
 
 Topics = list[tuple[str, Filter | None]]

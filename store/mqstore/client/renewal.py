@@ -22,8 +22,6 @@ from mqstore.errors import InvalidReceiptError, MQStoreError, ReceiptExpiredErro
 from mqstore.log.message import Message
 from mqstore.signalsafe import Lock
 
-__all__ = ["Held", "Renewer"]
-
 _message = attrgetter("message")
 
 

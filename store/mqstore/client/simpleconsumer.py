@@ -36,8 +36,6 @@ from mqstore.log.commitlog import QueueRef
 from mqstore.options import Duration, check_whole, seconds
 from mqstore.signalsafe import Lock
 
-__all__ = ["PendingInfo", "SimpleConsumer"]
-
 _log = logging.getLogger("mqstore")
 
 

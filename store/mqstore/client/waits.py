@@ -24,8 +24,6 @@ from typing import Any
 from mqstore.contract import BrokerContract, Filter, Waiter
 from mqstore.signalsafe import Bell, Lock
 
-__all__ = ["Ready", "Wait", "Waits"]
-
 _log = logging.getLogger("mqstore")
 
 Topics = Iterable[tuple[str, Filter | None]]

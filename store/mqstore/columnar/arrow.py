@@ -19,8 +19,6 @@ try:
 except ImportError as error:  # pragma: no cover
     raise ImportError("columns as Arrow need pyarrow: pip install 'mqstore[spark]', or pyarrow alone") from error
 
-__all__ = ["cut", "fixed", "flat", "laid", "nulls", "odd_rows", "sizes_of", "small", "spread", "text"]
-
 _Int64s = npt.NDArray[np.int64]
 _Int32s = npt.NDArray[np.int32]
 _Bools = npt.NDArray[np.bool_]

@@ -41,18 +41,6 @@ from mqstore.log.reading.reader import StoreReader
 from mqstore.log.reading.records import RemovedBodyError
 from mqstore.log.recovery.report import Finding, Kind
 
-__all__ = [
-    "ARROW_TYPES",
-    "COLUMNS",
-    "Column",
-    "ColumnReader",
-    "arrow_schema",
-    "check_columns",
-    "check_once",
-    "default_columns",
-    "table_of",
-]
-
 _Int64s = npt.NDArray[np.int64]
 _ENOUGH_ROWS = 4096
 """A batch of this many rows costs little more for each row than a larger one."""

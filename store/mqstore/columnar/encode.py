@@ -47,8 +47,6 @@ from mqstore.layout.scan import Headers, everywhere, gather, has_crc_tail, verif
 from mqstore.log.writing.log_tail import QueueRef
 from mqstore.log.writing.outgoing import MAX_MESSAGE_GROUP, checked_text
 
-__all__ = ["Encoded", "Encoder", "derived_prefix"]
-
 _Int64s = npt.NDArray[np.int64]
 _Int32s = npt.NDArray[np.int32]
 _Bools = npt.NDArray[np.bool_]

@@ -14,8 +14,6 @@ from typing import Final
 from mqstore.errors import ConfigError
 from mqstore.layout.properties import DELAY, KEYS, SHARDINGKEY, TAGS, TIMER_DELAY_SEC, TIMER_DELIVER_MS, UNIQ_KEY
 
-__all__ = ["INPUTS", "KAFKA", "Input", "check_columns", "is_kafka"]
-
 
 @dataclass(frozen=True, slots=True)
 class Input:

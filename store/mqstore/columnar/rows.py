@@ -43,8 +43,6 @@ from mqstore.log.recovery.report import Finding, Kind
 from mqstore.log.recovery.scanner import Bad, Good, check_at, scan_segment
 from mqstore.native import kernel
 
-__all__ = ["Cost", "OnCorrupt", "Piece", "PieceReader", "Policy"]
-
 OnCorrupt = Literal["fail", "skip", "keep"]
 _Int64s = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]

@@ -12,8 +12,6 @@ from mqstore.errors import InvalidMessageError
 from mqstore.log.commitlog import ALLOWANCE
 from mqstore.options import DEFAULT_DELAY_LEVELS, DEFAULT_MESSAGE_BYTES, Profile, StoreConfig, delay_table_ms, seconds
 
-__all__ = ["Rules", "TopicRule"]
-
 _DEFAULTS: Final = StoreConfig()
 
 

@@ -20,8 +20,6 @@ import numpy.typing as npt
 from mqstore.columnar.rows import Piece
 from mqstore.errors import ConfigError
 
-__all__ = ["MAX_INTERVALS", "Bins", "Tally"]
-
 _Int64s = npt.NDArray[np.int64]
 
 MAX_INTERVALS: Final = 200_000

@@ -30,8 +30,6 @@ from mqstore.jobs.selection import Selection, Shaped, Stores, check_followed, ch
 from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, DLQ_REASON, RETRY_TOPIC
 from mqstore.log.message import Message
 
-__all__ = ["DeadLetterReport", "DeadLetterRow", "ResendReport", "Resent", "dlq_report", "dlq_resend"]
-
 _SHOWN: Final = 10
 _DISTINCT: Final = 1000
 """Limit of distinct reasons that are counted for a group and origin in a store, since each text may be different."""

@@ -19,8 +19,6 @@ from types import TracebackType
 from mqstore.errors import CorruptStoreError, MQStoreError, StoreIOError
 from mqstore.log.reading.prefetch import stay_alone
 
-__all__ = ["of_store", "plain_errors", "settle", "warn_once"]
-
 _HIDE = "SPARK_HIDE_TRACEBACK"
 _log = logging.getLogger("mqstore")
 _told: set[str] = set()

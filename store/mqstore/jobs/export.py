@@ -36,8 +36,6 @@ from mqstore.jobs.runner import Runner, Where
 from mqstore.jobs.selection import Selection, Shaped, Stores, select
 from mqstore.jobs.tasks import policy_of, read_slices
 
-__all__ = ["ExportResult", "export_parquet"]
-
 _PARTS: Final = ("store", "topic", "queue_id", "date")
 _NULL: Final = "__HIVE_DEFAULT_PARTITION__"
 _DIFFERENT: Final = frozenset(

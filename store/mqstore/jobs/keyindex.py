@@ -20,8 +20,6 @@ from itertools import pairwise
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.reading.reader import StoreReader
 
-__all__ = ["KeyIndex"]
-
 HITS_MAX = 10_000
 """Limit of hits in one topic. With more hits the queues are scanned."""
 SLICE_COST = 1_000

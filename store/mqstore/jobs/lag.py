@@ -20,8 +20,6 @@ from mqstore.jobs.plan import names_queue
 from mqstore.jobs.runner import Runner, Where
 from mqstore.jobs.selection import Selection, Shaped, Stores, check_followed, check_known, select
 
-__all__ = ["GroupLag", "LagReport", "QueueRow", "Unlisted", "lag_report"]
-
 
 @dataclass(frozen=True, slots=True)
 class QueueRow(Shaped):

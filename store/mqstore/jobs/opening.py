@@ -18,8 +18,6 @@ from mqstore.log.reading.reader import StoreReader
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.options import StoreConfig
 
-__all__ = ["SlicedStore", "StoreName", "check_queues", "open_sliced", "open_store", "opened", "queues_of"]
-
 _Store = TypeVar("_Store", bound=ReadOnlyMessageStore)
 _FEW_MAPPINGS: Final = StoreConfig(max_mappings=4)
 """Few mappings: mapped pages count as a worker's memory, and a mapping keeps the disk space of a deleted segment."""

@@ -10,8 +10,6 @@ from typing import Final
 from mqstore.errors import ConfigError
 from mqstore.files.safe_open import resolved
 
-__all__ = ["checked_path", "local_path"]
-
 _SCHEME: Final = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]*:|file://(?!/)")
 
 

@@ -38,24 +38,6 @@ from mqstore.log.commitlog import QueueRef
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.reading.reader import StoreReader
 
-__all__ = [
-    "Bounds",
-    "LogSlice",
-    "Losses",
-    "QueueSlice",
-    "Wanted",
-    "Weighed",
-    "bounds_of",
-    "bounds_of_log",
-    "is_wanted",
-    "mean_size",
-    "names_queue",
-    "partitions",
-    "plan",
-    "stores_of",
-    "weigh",
-]
-
 _ENGINES = (RETRY_PREFIX, DLQ_PREFIX, LIGHT_PREFIX)
 """Prefixes of the engine's topics. Light queues are among them: their messages are in a user's topic, too."""
 _PARTITION_BYTES = 128 << 20

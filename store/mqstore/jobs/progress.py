@@ -60,19 +60,6 @@ from mqstore.layout.consumequeue import is_message
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 
-__all__ = [
-    "Costs",
-    "Limit",
-    "Snapshot",
-    "StreamProgress",
-    "admit",
-    "advance",
-    "costs_of",
-    "decode_offset",
-    "encode_offset",
-    "look",
-]
-
 _CHUNK_UNITS = 8192
 
 

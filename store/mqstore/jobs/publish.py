@@ -46,8 +46,6 @@ from mqstore.log.manifest import MANIFEST, NOT_YET
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 
-__all__ = ["Commit", "abort", "check_lock", "clean_target", "commit", "make_member", "plan_target"]
-
 _log = logging.getLogger("mqstore")
 
 _INBOX: Final = "inbox"

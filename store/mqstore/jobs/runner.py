@@ -28,8 +28,6 @@ from mqstore.errors import ConfigError, MQStoreError
 from mqstore.jobs.errors import settle
 from mqstore.jobs.opening import StoreName
 
-__all__ = ["Progress", "Runner", "Where", "pack", "ship"]
-
 Progress = Callable[[int, int], None]
 """Called with (tasks done, tasks) after each task. With Spark it is called only at the start and the end."""
 

@@ -21,8 +21,6 @@ from mqstore.jobs.paths import local_path
 from mqstore.jobs.plan import QueueSlice, plan, stores_of
 from mqstore.layout.jsontext import BODY, decode
 
-__all__ = ["Bound", "Selection", "Shaped", "Stores", "check_followed", "check_known", "select"]
-
 Stores = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]]
 """A store, store set or glob of stores, a list of them, or a dict of paths by the ids shown in rows and reports."""
 Bound = datetime | str | None

@@ -32,8 +32,6 @@ from mqstore.log.bulk.shard import shard_json
 from mqstore.log.writing.log_tail import QueueRef
 from mqstore.options import Profile
 
-__all__ = ["STAGING", "ShardInfo", "clean", "folders", "make_folders", "transaction_folder", "write_shards"]
-
 STAGING: Final = "_staging"
 _BUFFER_BYTES = 4 << 20
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL

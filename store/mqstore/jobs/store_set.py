@@ -16,8 +16,6 @@ from mqstore.errors import ConfigError
 from mqstore.files.jsonfile import decode_json
 from mqstore.jobs.errors import of_store
 
-__all__ = ["MEMBERS", "RECORDED", "SET_FILE", "read_set"]
-
 SET_FILE = "mqstore-set.json"
 RECORDED = "recorded"
 MEMBERS: Final = "shards"

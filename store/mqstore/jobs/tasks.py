@@ -19,8 +19,6 @@ from mqstore.jobs.opening import StoreName, open_sliced, opened
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.plan import LogSlice, QueueSlice, Slice, is_wanted
 
-__all__ = ["policy_of", "read_pieces", "read_slices"]
-
 _log = logging.getLogger("mqstore")
 
 

@@ -31,8 +31,6 @@ from mqstore.jobs.tasks import policy_of, read_pieces
 from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, DLQ_REASON, REAL_TOPIC, RETRY_TOPIC, TIMER_OUT_MS, UNIQ_KEY
 from mqstore.log.message import Message
 
-__all__ = ["Hop", "Trace", "trace"]
-
 _MOST: Final = 100_000
 """Limit of hops in a store. A key with more messages is refused."""
 

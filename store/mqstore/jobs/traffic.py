@@ -26,8 +26,6 @@ from mqstore.jobs.runner import Runner, Where
 from mqstore.jobs.selection import Selection, Shaped, Stores, select
 from mqstore.jobs.tasks import policy_of, read_pieces
 
-__all__ = ["TrafficPoint", "TrafficReport", "TrafficRow", "traffic_report"]
-
 _BY: Final = ("store", "topic", "queue_id")
 
 Group = tuple[str | None, str | None, int | None]

@@ -35,8 +35,6 @@ from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.recovery.report import Finding, Kind, RecoveryReport
 
-__all__ = ["Recovered", "VerifiedStore", "VerifyFinding", "VerifyReport", "recover", "verify"]
-
 MAX_ERRORS = 100
 """Limit of listed findings of a range."""
 _TASK_PIECES = 16

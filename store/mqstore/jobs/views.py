@@ -29,8 +29,6 @@ from mqstore.log.reading.reader import StoreReader
 from mqstore.log.recovery.scanner import Good, scan_log
 from mqstore.log.recovery.verify import verified_ranges
 
-__all__ = ["VIEWS", "view_batch", "view_stores"]
-
 _BY_QUEUE: Final = ("queues", "traffic")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 

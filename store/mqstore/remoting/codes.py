@@ -12,8 +12,6 @@ from typing import Any, Final, NamedTuple
 
 from mqstore.errors import ConfigError
 
-__all__ = ["REQUESTS", "Answer", "Code", "values_of"]
-
 
 class Code(IntEnum):
     """Codes of requests, as in RocketMQ's `RequestCode`."""

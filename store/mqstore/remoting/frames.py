@@ -22,8 +22,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from mqstore.errors import FormatError
-
-__all__ = ["FRAME_BYTES_MAX", "HEADER_BYTES_MAX", "ONE_WAY", "RESPONSE", "Frame", "FrameReader", "encode"]
+from mqstore.layout.jsontext import decode
 
 FRAME_BYTES_MAX: Final = 16 << 20
 """Default limit of a frame. A peer that announces more is not one of ours, or would fill the memory."""
@@ -188,10 +187,7 @@ class FrameReader:
 
 
 def _from_json(header: bytes) -> Frame:
-    try:
-        value: Any = json.loads(header)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"the header is not JSON: {error}", "header", _PREFIX.size) from None
+    value: Any = decode(header)
     if type(value) is not dict:
         raise FormatError("the header is not a JSON object", "header", _PREFIX.size)
     fields, remark, language = value.get("extFields"), value.get("remark"), value.get("language")

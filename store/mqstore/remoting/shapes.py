@@ -8,8 +8,7 @@ from struct import Struct
 from typing import Any, Final
 
 from mqstore.errors import FormatError
-
-__all__ = ["BatchItem", "batch_items", "dumps", "loads", "properties_of"]
+from mqstore.layout.jsontext import decode
 
 BatchItem = tuple[int, bytes, str]
 """Flag, body and properties of a message of a batch."""
@@ -24,10 +23,7 @@ def dumps(value: Any) -> bytes:
 
 def loads(body: bytes) -> dict[str, Any]:
     """Return the object of a body. Raises FormatError if it is none."""
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"the body is not JSON: {error}", "body", 0) from None
+    value = decode(body)
     if type(value) is not dict:
         raise FormatError("the body is not a JSON object", "body", 0)
     return value

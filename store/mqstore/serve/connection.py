@@ -19,8 +19,6 @@ from mqstore.remoting.frames import RESPONSE, Frame, FrameReader, encode
 if TYPE_CHECKING:
     from mqstore.serve.server import Server
 
-__all__ = ["Call", "Connection", "address_of"]
-
 _log = logging.getLogger("mqstore")
 
 _OUTPUT_BYTES_MAX: Final = 1 << 20

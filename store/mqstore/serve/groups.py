@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from mqstore.serve.connection import Call
     from mqstore.serve.server import Handler, Server
 
-__all__ = ["HANDLERS"]
-
 
 def _heartbeat(server: Server, call: Call) -> None:
     connection, body = call.connection, loads(call.frame.body)

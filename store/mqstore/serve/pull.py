@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from mqstore.serve.connection import Call
     from mqstore.serve.server import Handler, Server
 
-__all__ = ["HANDLERS"]
-
 _COMMIT, _SUSPEND, _HAS_FILTER = 1, 2, 4
 """Bits of sysFlag: commit first, may wait, the expression is in the request."""
 _MESSAGES_MAX: Final = 1024

@@ -19,8 +19,6 @@ from mqstore.errors import FormatError
 if TYPE_CHECKING:
     from mqstore.serve.connection import Connection
 
-__all__ = ["Client", "Consumer", "Registry", "Subscription"]
-
 _log = logging.getLogger("mqstore")
 
 EXPIRES_S: Final = 120

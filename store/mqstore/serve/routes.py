@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from mqstore.serve.connection import Call
     from mqstore.serve.server import Handler, Server
 
-__all__ = ["DEFAULT_TOPIC", "HANDLERS"]
-
 DEFAULT_TOPIC: Final = "TBW102"
 """Topic that a producer names as the model of topics that do not exist."""
 _DEFAULT_QUEUES: Final = 8

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from mqstore.serve.connection import Call
     from mqstore.serve.server import Handler, Server
 
-__all__ = ["HANDLERS"]
-
 _MULTI_TAGS: Final = 2
 _KEPT_FLAGS: Final = COMPRESSED | COMPRESSION_TYPE_MASK | _MULTI_TAGS
 """Bits of a client's sysFlag that pass into the record. Those of addresses and transactions are the server's."""

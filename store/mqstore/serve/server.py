@@ -39,8 +39,6 @@ from mqstore.serve.registry import Registry
 if TYPE_CHECKING:
     from mqstore.broker.broker import Broker
 
-__all__ = ["Handler", "Limits", "Server"]
-
 _log = logging.getLogger("mqstore")
 
 Result = TypeVar("Result")

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from mqstore.serve.connection import Call
     from mqstore.serve.server import Handler, Server
 
-__all__ = ["HANDLERS", "ask", "prepare"]
-
 _OUTCOMES: Final[Mapping[int, Literal["commit", "rollback", "unknown"]]] = {8: "commit", 12: "rollback", 0: "unknown"}
 
 

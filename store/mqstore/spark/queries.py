@@ -15,8 +15,6 @@ from mqstore.jobs.options import View, not_for
 from mqstore.jobs.selection import Selection, Stores, select
 from mqstore.jobs.views import VIEWS
 
-__all__ = ["columns_of", "create_views", "sql"]
-
 _MESSAGES: Final = "messages"
 _WORD: Final = re.compile(r"[a-z_][a-z0-9_]*")
 _COUNT_ALL: Final = re.compile(r"\bcount\s*\(\s*\*\s*\)")

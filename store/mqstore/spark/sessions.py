@@ -23,8 +23,6 @@ from mqstore.spark import register
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["NO_JAVA", "SparkMissingError", "find_java", "session"]
-
 _SECRET: Final = re.compile("(?i)secret|password|token|access.?key")
 """Names of settings whose values must not be shown. Spark hides them, too."""
 _NO_PYSPARK: Final = "Spark jobs need pyspark 4.1 or later: pip install 'mqstore[spark]'"

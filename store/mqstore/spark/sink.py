@@ -32,8 +32,6 @@ from mqstore.jobs.options import APP_NAME, NO_TABLES, SinkOptions
 from mqstore.jobs.publish import Commit, abort, check_lock, commit, make_member, plan_target
 from mqstore.jobs.staging import ShardInfo, transaction_folder, write_shards
 
-__all__ = ["BATCH_PROPERTY", "QUERY_PROPERTY", "Staged", "batch_writer", "ordered", "stream_writer"]
-
 QUERY_PROPERTY: Final = "sql.streaming.queryId"
 BATCH_PROPERTY: Final = "streaming.sql.batchId"
 """Local properties of a task of a streaming query."""

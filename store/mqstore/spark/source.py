@@ -48,8 +48,6 @@ from mqstore.jobs.plan import plan
 from mqstore.jobs.tasks import read_slices
 from mqstore.jobs.views import VIEWS, view_batch, view_stores
 
-__all__ = ["MQStoreDataSource", "register_source"]
-
 
 def register_source(spark: Any) -> None:
     """Register the data source in a session."""

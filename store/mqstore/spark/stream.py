@@ -35,8 +35,6 @@ from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.progress import Limit, StreamProgress
 from mqstore.jobs.tasks import read_slices
 
-__all__ = ["MQStoreStreamReader", "RefusedStream", "stream_reader"]
-
 
 class MQStoreStreamReader(DataSourceStreamReader):
     """Reader of a run of a streaming query. Tasks use copies."""

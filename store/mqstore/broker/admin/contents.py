@@ -51,8 +51,6 @@ from mqstore.log.reading.reader import StoreReader
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.scanner import NEVER_TORN, Bad, End, Good, scan_log, until_torn
 
-__all__ = ["inspect_store"]
-
 _MAX_PROBLEMS = 1000
 """Maximum number of sentences in `problems`. A damaged store may have millions of faults."""
 _CHECKPOINT = (

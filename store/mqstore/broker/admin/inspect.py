@@ -92,22 +92,6 @@ from mqstore.log.reading.reader import StoreReader
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.options import StoreConfig
 
-__all__ = [
-    "InFlight",
-    "LevelView",
-    "PopView",
-    "QueueLag",
-    "TimerView",
-    "delay_levels",
-    "group_names",
-    "inspect_broker",
-    "is_waiting",
-    "lag_of",
-    "oldest_pin",
-    "pop_view",
-    "timer_view",
-]
-
 _log = logging.getLogger("mqstore")
 
 _LOOKS = 3

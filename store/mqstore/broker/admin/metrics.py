@@ -56,8 +56,6 @@ if TYPE_CHECKING:
     from mqstore.log.reading.reader import StoreReader
     from mqstore.log.stats import StoreStats
 
-__all__ = ["Lag", "Metrics", "measure"]
-
 _log = logging.getLogger("mqstore")
 
 

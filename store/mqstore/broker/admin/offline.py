@@ -49,8 +49,6 @@ from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 
-__all__ = ["Offline", "look", "offline"]
-
 
 class Offline:
     """Tables of a store directory without a broker, and what an operator may see and change. Use `look` or `offline`.

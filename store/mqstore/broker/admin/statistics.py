@@ -19,9 +19,6 @@ from mqstore.broker.names import QueueKey, is_dlq_topic, is_retry_topic, is_syst
 from mqstore.clock import Clock
 from mqstore.signalsafe import Lock
 
-__all__ = ["Rate", "Samples", "Statistics", "StatisticsSnapshot", "Total", "labels_of"]
-
-
 CounterKey = tuple[str, str]
 """Name and key."""
 

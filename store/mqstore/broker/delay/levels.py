@@ -51,8 +51,6 @@ from mqstore.log.reading.reader import StoreReader
 from mqstore.log.writing.outgoing import Copy
 from mqstore.native import kernel
 
-__all__ = ["DelayService", "check_delay_offsets", "deliver_time_ms", "overdue_ms"]
-
 _log = logging.getLogger("mqstore")
 
 _STEP_UNITS = 2048

@@ -64,31 +64,6 @@ from mqstore.log.reading.reader import StoreReader, to_ms
 from mqstore.log.writing.outgoing import ROUTING, check_integer, user_properties
 from mqstore.options import Duration, seconds
 
-__all__ = [
-    "DELAY_PIECE",
-    "LEVEL_MARKS",
-    "PRECISION_MS",
-    "RECALLED_BORN_MS",
-    "TIMER_MARKS",
-    "TIMER_NAMES",
-    "TOUCHED_NAMES",
-    "WINDOW_MS",
-    "Cancellations",
-    "copies_of",
-    "delay_route",
-    "due_of",
-    "level_properties",
-    "number",
-    "parted",
-    "placement",
-    "recallable",
-    "restored",
-    "restored_end",
-    "routed_properties",
-    "slot_of",
-    "timer_route",
-]
-
 PRECISION_MS = 1_000
 """Length of a slot."""
 RECALLED_BORN_MS = "mqstore_recalled_born_ms"

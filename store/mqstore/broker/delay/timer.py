@@ -82,8 +82,6 @@ from mqstore.layout.properties import REAL_QID, REAL_TOPIC, TIMER_DEL_UNIQKEY, T
 from mqstore.log.message import Message
 from mqstore.signalsafe import Lock
 
-__all__ = ["TimerService"]
-
 _log = logging.getLogger("mqstore")
 
 _STEP: Final = 1_000

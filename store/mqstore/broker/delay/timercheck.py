@@ -23,8 +23,6 @@ from mqstore.broker.delay.timerfiles import NOWHERE
 from mqstore.errors import FlushFailedError
 from mqstore.files.filesystem import FileSystem
 
-__all__ = ["JavaPlaces", "JavaProgress", "Progress", "TimerCheck"]
-
 _JAVA: Final = struct.Struct(">7q")
 _EXTENSION: Final = struct.Struct(">iiq8q")
 _EXTENSION_MAGIC: Final = 0x4D51_5354

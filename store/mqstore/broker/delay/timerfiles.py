@@ -55,25 +55,6 @@ from mqstore.files.segments import SegmentRun
 from mqstore.files.segmentwriter import SegmentWriter
 from mqstore.files.tmp import temporary_path
 
-__all__ = [
-    "CANCELS",
-    "NOWHERE",
-    "ROLLS",
-    "UNIT_BYTES",
-    "UNIT_DTYPE",
-    "WAITS",
-    "WHEEL_BYTES",
-    "WHEEL_SLOTS",
-    "Slot",
-    "TimerFilesDamaged",
-    "TimerLog",
-    "TimerUnit",
-    "TimerWheel",
-    "decode_unit",
-    "encode_unit",
-    "slots_of_units",
-]
-
 NOWHERE: Final = -1
 WAITS, ROLLS, CANCELS = 1, 2, 4
 

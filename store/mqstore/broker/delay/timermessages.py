@@ -47,8 +47,6 @@ from mqstore.layout.properties import (
 )
 from mqstore.log.message import Message
 
-__all__ = ["TimerMessages"]
-
 _log = logging.getLogger("mqstore")
 
 _ROLLED_WITHOUT: Final = frozenset({DELAY, CRC32})

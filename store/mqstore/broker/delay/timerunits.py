@@ -37,8 +37,6 @@ from mqstore.broker.delay.timerfiles import (
 )
 from mqstore.log.message import Message
 
-__all__ = ["REACH_MS", "SlotReading", "TimerUnits", "due_times", "unit_times", "units_from", "waiting_units", "within"]
-
 REACH_MS: Final = (7 * 86_400 - 60) * PRECISION_MS
 """Greatest distance of a slot after `read`: half the wheel."""
 _LAG_MS: Final = 86_400_000

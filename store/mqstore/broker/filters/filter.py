@@ -28,8 +28,6 @@ from mqstore.errors import FilterError
 from mqstore.layout.properties import TAGS
 from mqstore.log.reading.tagfilter import TagFilter, UnitFilter, refuse_single_bar
 
-__all__ = ["CACHED", "Filter", "FilterKind", "TagSubscription", "as_filter", "parse_filter"]
-
 FilterKind = Literal["TAG", "SQL92"]
 
 CACHED = 100

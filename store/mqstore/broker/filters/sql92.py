@@ -48,8 +48,6 @@ from mqstore.errors import EvaluationError, FilterError
 if TYPE_CHECKING:
     from mqstore.log.message import Message
 
-__all__ = ["MAX_DEPTH", "MAX_LENGTH", "SqlSubscription", "compile"]
-
 _log = logging.getLogger("mqstore")
 
 MAX_LENGTH = 65_536

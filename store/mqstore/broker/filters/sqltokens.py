@@ -13,18 +13,6 @@ from typing import NamedTuple
 
 from mqstore.errors import FilterError
 
-__all__ = [
-    "HINTS",
-    "JAVA_BLANKS",
-    "Lexer",
-    "Token",
-    "double_order",
-    "error_at",
-    "parse_double",
-    "parse_int",
-    "parse_long",
-]
-
 
 class Token(NamedTuple):
     """Token of an SQL92 filter.

@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING
 
 from mqstore.native import kernel
 
-__all__ = ["SAME_MOMENT_MS", "Batch", "Timeline", "is_visible", "pop_time"]
-
 SAME_MOMENT_MS = 1_000
 """Number of ms that a pop time may be ahead of a clock that was not set back."""
 

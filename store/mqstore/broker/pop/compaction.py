@@ -22,8 +22,6 @@ from mqstore.broker.tables.configfile import ConfigFile
 from mqstore.options import seconds
 from mqstore.signalsafe import Lock
 
-__all__ = ["PopKeeper"]
-
 _ORDER_INFO_MS = 10_000
 _IDLE_MS = 86_400_000
 """Time in ms after which an unused record is dropped, unless it holds attempts that still count."""

@@ -54,8 +54,6 @@ from mqstore.log.message import Message
 from mqstore.log.names import is_path_safe
 from mqstore.log.reading.tagfilter import TagFilter
 
-__all__ = ["JavaTakeover"]
-
 _log = logging.getLogger("mqstore")
 
 _REVIVE_PREFIX: Final = "rmq_sys_REVIVE_LOG_"

@@ -26,21 +26,6 @@ from mqstore.log.reading.reader import StoreReader
 from mqstore.log.recovery.report import Finding
 from mqstore.log.store import MessageStore
 
-__all__ = [
-    "ACK",
-    "CHANGE",
-    "GIVE",
-    "LOCAL",
-    "LOOK_BACK",
-    "POP",
-    "RESET",
-    "REVIVE",
-    "PopLog",
-    "Record",
-    "order_members",
-    "unreadable_records",
-]
-
 _log = logging.getLogger("mqstore")
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 

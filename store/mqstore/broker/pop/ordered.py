@@ -31,8 +31,6 @@ from mqstore.broker.redelivery.attempt_journal import PROCESS_ENDED
 from mqstore.errors import InvalidMessageError, InvalidReceiptError
 from mqstore.log.message import Message, stored_bytes
 
-__all__ = ["OrderedQueues"]
-
 _log = logging.getLogger("mqstore")
 
 _RETRY_MS = 1_000

@@ -34,8 +34,6 @@ from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.batch import Batch, is_visible
 from mqstore.signalsafe import Lock
 
-__all__ = ["BATCH_MAX", "BlockedQueue", "OrderInfo", "OrderInfoTable", "check_order_info", "record_of"]
-
 BATCH_MAX: Final = 63
 """Maximum number of offsets in one record (delivery#order-info).
 Java's shift of the bitmap wraps at 64, and bit 63 is its sign."""

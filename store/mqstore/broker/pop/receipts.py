@@ -19,17 +19,6 @@ from typing import Final, NamedTuple
 
 from mqstore.errors import InvalidReceiptError, ReceiptExpiredError
 
-__all__ = [
-    "BROKER_NAME",
-    "Claim",
-    "RecallHandle",
-    "claim_of",
-    "expired",
-    "parse_recall_handle",
-    "recall_handle",
-    "receipt_head",
-]
-
 BROKER_NAME: Final = "mqstore"
 
 _FIFO: Final = 999

@@ -35,8 +35,6 @@ from mqstore.broker.pop.state import MAX_BATCH, QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.redelivery.attempt_journal import Address, AttemptJournal
 
-__all__ = ["Replay", "count_begun"]
-
 _log = logging.getLogger("mqstore")
 
 

@@ -8,8 +8,6 @@ from mqstore.broker.filters.filter import Filter
 from mqstore.broker.reading import Start
 from mqstore.log.message import Message
 
-__all__ = ["Delivery", "Pending", "PopRequest"]
-
 
 class Delivery(NamedTuple):
     """A message, delivered to one receiver for a limited time."""

@@ -10,8 +10,6 @@ from mqstore.broker.pop.tables import PopTables
 from mqstore.errors import ConfigError, NotPermittedError
 from mqstore.native import kernel
 
-__all__ = ["Route", "Routes"]
-
 
 @dataclass(slots=True)
 class Route:

@@ -53,8 +53,6 @@ from mqstore.broker.waiting import Callback, Waiter, Waiters
 from mqstore.errors import ConfigError, GroupNotFoundError, InvalidReceiptError
 from mqstore.options import Durability, Duration, waits_for_disk
 
-__all__ = ["PopService"]
-
 _MIN_INVISIBLE_MS, _MAX_INVISIBLE_MS = 100, 12 * 3_600_000
 _RETRY_PERCENT = 20
 """Percentage of pops that look at the retry topic first."""

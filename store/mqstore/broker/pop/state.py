@@ -28,8 +28,6 @@ from mqstore.log.reading.tagfilter import UnitFilter
 from mqstore.native import kernel
 from mqstore.signalsafe import Lock
 
-__all__ = ["MAX_BATCH", "Counts", "QueueState", "Standing"]
-
 MAX_BATCH = 32
 """Maximum number of messages of one pop."""
 _COMPACT_FROM = 1_024

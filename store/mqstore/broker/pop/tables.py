@@ -33,8 +33,6 @@ from mqstore.log.writing.log_tail import LogTail, QueueTail
 from mqstore.native import kernel
 from mqstore.signalsafe import Lock
 
-__all__ = ["DeadLetter", "PopTables"]
-
 _log = logging.getLogger("mqstore")
 
 DeadLetter = Callable[..., object]

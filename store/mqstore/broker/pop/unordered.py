@@ -30,8 +30,6 @@ from mqstore.log.message import Message, stored_bytes
 from mqstore.log.writing.outgoing import Copy
 from mqstore.options import milliseconds
 
-__all__ = ["UnorderedQueues"]
-
 _log = logging.getLogger("mqstore")
 
 _CHUNK = 64

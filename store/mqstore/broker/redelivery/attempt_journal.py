@@ -50,18 +50,6 @@ from mqstore.layout.jsontext import decode
 from mqstore.log.message import Message
 from mqstore.signalsafe import Lock
 
-__all__ = [
-    "NONE",
-    "PROCESS_ENDED",
-    "UNREAD",
-    "Address",
-    "AttemptJournal",
-    "AttemptNotes",
-    "Suspects",
-    "note",
-    "note_run",
-]
-
 _log = logging.getLogger("mqstore")
 
 _SUSPECTS: Final = "suspects.json"

@@ -66,8 +66,6 @@ from mqstore.layout.properties import (
 from mqstore.log.message import Message
 from mqstore.options import milliseconds
 
-__all__ = ["DeadLetterExpiry", "DeadLetters", "Replay"]
-
 _log = logging.getLogger("mqstore")
 
 _MARKS: Final = (

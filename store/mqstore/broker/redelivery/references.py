@@ -33,8 +33,6 @@ from mqstore.log.store import MessageStore
 from mqstore.log.writing.writer import RecordOptions
 from mqstore.signalsafe import Lock
 
-__all__ = ["References", "reach_of"]
-
 
 def reach_of(manifest: Manifest) -> int:
     """Return the largest distance in bytes of a waiting record from its body: a segment, or 0 in profile rocketmq."""

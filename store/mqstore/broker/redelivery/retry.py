@@ -51,8 +51,6 @@ from mqstore.log.message import Message
 from mqstore.log.writing.writer import RecordOptions, fields_of
 from mqstore.options import Durability, milliseconds
 
-__all__ = ["DLQ_REASON_BYTES", "Retries", "origin_topic"]
-
 DLQ_REASON_BYTES: Final = 1024
 """Maximum length of `dlq_reason` in UTF-8 bytes (delivery#backoff)."""
 

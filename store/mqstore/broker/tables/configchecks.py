@@ -22,8 +22,6 @@ from mqstore.errors import UnsupportedStoreError
 from mqstore.files.jsonfile import Check
 from mqstore.log.names import is_path_safe
 
-__all__ = ["CONFIG_CHECKS", "OVERWRITE_FILE", "check_overwrite"]
-
 OVERWRITE_FILE: Final = "config/spark/overwrite.json"
 
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from mqstore.log.reading.reader import StoreReader
     from mqstore.log.store import MessageStore
 
-__all__ = ["NOTHING", "QUICK_MS", "ConfigFile", "ConfigTable", "data_version", "entries", "member", "object_member"]
-
 _log = logging.getLogger("mqstore")
 
 QUICK_MS: Final = 100

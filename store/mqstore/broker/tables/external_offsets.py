@@ -34,8 +34,6 @@ from mqstore.files.jsonfile import decode_json, read_json, save_json
 from mqstore.files.safe_open import resolved
 from mqstore.log.names import is_path_safe
 
-__all__ = ["ExternalOffsetFiles", "ExternalOffsets", "publish"]
-
 _FOLDER = ("config", "spark", "groups")
 _OFFSET_MAX = 0x7FFF_FFFF_FFFF_FFFF
 

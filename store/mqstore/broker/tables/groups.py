@@ -26,17 +26,6 @@ from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError
 from mqstore.log.reading.reader import StoreReader
 from mqstore.options import DEFAULT_DELAY_LEVELS, Duration, delay_table_ms, milliseconds
 
-__all__ = [
-    "ORDERED_RETRY",
-    "GroupConfig",
-    "GroupTable",
-    "RetryPolicy",
-    "backoff",
-    "check_groups",
-    "default_retry",
-    "exponential",
-]
-
 _FORBIDDEN_READ = 1 << 2
 """Bit of a forbidden mask that stops reads of a topic. RocketMQ's other bits have no effect here."""
 

@@ -23,8 +23,6 @@ from mqstore.signalsafe import Lock
 if TYPE_CHECKING:
     from mqstore.log.reading.reader import StoreReader
 
-__all__ = ["LOCAL_OFFSETS", "LocalOffsets", "check_local_offsets", "clients_of", "lower_all", "refuse_clients"]
-
 _log = logging.getLogger("mqstore")
 
 LOCAL_OFFSETS = "local_offsets"

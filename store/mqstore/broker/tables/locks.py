@@ -32,8 +32,6 @@ from mqstore.log.commitlog import QueueRef
 from mqstore.log.writing.log_tail import as_queue
 from mqstore.signalsafe import Lock
 
-__all__ = ["LEASE_MS", "QueueLock", "QueueLocks"]
-
 LEASE_MS: Final = 60_000
 """Age in ms up to which a lock holds after its last renewal. An older lock may be taken over."""
 

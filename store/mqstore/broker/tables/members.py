@@ -31,8 +31,6 @@ from mqstore.broker.tables.localoffsets import refuse_clients
 from mqstore.errors import ConfigError, GroupInUseError, SubscriptionConflictError
 from mqstore.signalsafe import Lock
 
-__all__ = ["Expression", "Member", "Members", "Mode", "Subscriptions", "notify"]
-
 _log = logging.getLogger(__name__)
 
 Expression = tuple[str, str]

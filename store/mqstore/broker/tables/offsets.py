@@ -53,8 +53,6 @@ from mqstore.native import kernel
 from mqstore.options import Durability, milliseconds
 from mqstore.signalsafe import Lock
 
-__all__ = ["OffsetTable", "after_sent", "check_offsets"]
-
 _OFFSET_MAX = 0x7FFF_FFFF_FFFF_FFFF
 _QUEUE_ID_MAX = 0x7FFF_FFFF
 _BROADCAST = "broadcast"

@@ -26,8 +26,6 @@ from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, 
 from mqstore.log.names import is_path_safe
 from mqstore.log.reading.reader import StoreReader
 
-__all__ = ["MESSAGE_TYPES", "PERM_READ", "PERM_WRITE", "QUEUES_MAX", "TopicConfig", "TopicTable", "check_topics"]
-
 PERM_INHERIT, PERM_WRITE, PERM_READ = 1, 2, 4
 _PERM_MAX = PERM_READ | PERM_WRITE | PERM_INHERIT
 QUEUES_MAX = 16_384

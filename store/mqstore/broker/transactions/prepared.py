@@ -16,17 +16,6 @@ from mqstore.log.message import Message
 from mqstore.log.writing.writer import AppendHandle
 from mqstore.signalsafe import Lock
 
-__all__ = [
-    "CHECK_AFTER_MS",
-    "CHECK_EVERY_MS",
-    "OP_EVERY_MS",
-    "Ended",
-    "OpLog",
-    "PreparedMessage",
-    "PreparedMessages",
-    "TransactionHandle",
-]
-
 CHECK_AFTER_MS: Final = 6_000
 CHECK_EVERY_MS: Final = 30_000
 _ENDED_KEPT: Final = 20_000

@@ -39,8 +39,6 @@ from mqstore.log.writing.log_tail import as_queue
 from mqstore.options import Durability, Duration, check_whole, seconds
 from mqstore.signalsafe import Bell, Lock
 
-__all__ = ["PullConsumer"]
-
 _log = logging.getLogger("mqstore")
 
 REBALANCE_MS: Final = 20_000

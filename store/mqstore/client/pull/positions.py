@@ -30,8 +30,6 @@ from mqstore.log.message import Message
 from mqstore.log.writing.log_tail import as_queue
 from mqstore.signalsafe import Lock
 
-__all__ = ["Position", "Positions", "named"]
-
 _log = logging.getLogger("mqstore")
 
 _PASSES: Final = 8

@@ -42,8 +42,6 @@ from mqstore.log.message import Message
 from mqstore.log.writing.log_tail import as_queue
 from mqstore.signalsafe import Lock
 
-__all__ = ["Assignment", "Service"]
-
 _log = logging.getLogger("mqstore")
 
 REBALANCE_MS = 20_000

@@ -31,8 +31,6 @@ from mqstore.contract import BrokerContract
 from mqstore.log.message import Message
 from mqstore.signalsafe import Lock
 
-__all__ = ["NOBODY_AGAIN_MS", "BatchSource", "Chunk", "ChunkRunner", "Context", "next_of"]
-
 TICK_MS = 50
 IDLE_TICKS = 20
 """Number of ticks without work after which ticks end, so that an idle consumer does not wake."""

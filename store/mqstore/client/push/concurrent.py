@@ -26,8 +26,6 @@ from mqstore.client.push.workers import Flow, Worker
 from mqstore.errors import ConfigError, StoreClosedError
 from mqstore.log.message import Message
 
-__all__ = ["ConcurrentService"]
-
 SEND_BACK_AGAIN_MS = 5_000
 _HAND_OVER_S = 0.4
 

@@ -63,8 +63,6 @@ from mqstore.log.message import Message
 from mqstore.options import Duration, check_whole, seconds
 from mqstore.signalsafe import Gate, Lock, check_holds_none
 
-__all__ = ["Handler", "PushConsumer"]
-
 _log = logging.getLogger("mqstore")
 
 _SAMPLE_MS = 10_000

@@ -27,18 +27,6 @@ from mqstore.contract import Address, BrokerContract
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 
-__all__ = [
-    "CONSUME_FAILED",
-    "CONSUME_OK",
-    "CONSUME_US",
-    "PULL",
-    "PULL_US",
-    "Failure",
-    "Handling",
-    "OnError",
-    "Subscription",
-]
-
 # RocketMQ's names for these are CONSUME_OK_TPS, CONSUME_FAILED_TPS, CONSUME_RT, PULL_TPS and PULL_RT.
 CONSUME_OK: Final = "CONSUME_OK"
 CONSUME_FAILED: Final = "CONSUME_FAILED"

@@ -33,20 +33,6 @@ from mqstore.errors import ConfigError
 from mqstore.log.message import Message
 from mqstore.options import Duration, seconds
 
-__all__ = [
-    "COMMIT",
-    "ROLLBACK",
-    "BatchFailure",
-    "Decision",
-    "Reject",
-    "Retry",
-    "check_handler",
-    "check_has_run",
-    "check_plain",
-    "retry_delay",
-    "shortened",
-]
-
 
 def check_handler(handler: object, *, coroutines: bool = False) -> None:
     """Raise ConfigError for a handler that cannot be called, or would do nothing if called.

@@ -33,8 +33,6 @@ from mqstore.client.push.workers import Flow, Worker
 from mqstore.errors import ConfigError, MQStoreError, StoreClosedError
 from mqstore.log.message import Message
 
-__all__ = ["OrderlyService"]
-
 SUSPEND_MIN_MS, SUSPEND_MAX_MS = 10, 60_000
 SLICE_MS = 60_000
 """Time after which a queue yields the thread to others."""

@@ -43,8 +43,6 @@ from mqstore.errors import ConfigError, InvalidReceiptError, MQStoreError, Recei
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message, stored_bytes
 
-__all__ = ["PopEngine"]
-
 VISIBILITY_MS = 60_000
 RENEW_MS = 5_000
 HOLD_MS = 20_000

@@ -25,8 +25,6 @@ from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message, stored_bytes
 from mqstore.signalsafe import Lock
 
-__all__ = ["Limits", "ProcessQueue", "QueueInfo"]
-
 _PULL_MAX = 1_024
 """Maximum number of messages of one pull, which keeps a worker for milliseconds."""
 _PULL_BYTES = 256 << 10

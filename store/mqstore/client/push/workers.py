@@ -38,8 +38,6 @@ from mqstore.clock import Clock
 from mqstore.log.message import Message
 from mqstore.signalsafe import Bell, Condition, Lock
 
-__all__ = ["Awaited", "Flow", "Job", "Worker", "Workers", "at_signals", "cancelled", "current"]
-
 _log = logging.getLogger("mqstore")
 
 LOOK_MS = 500

@@ -36,21 +36,6 @@ from mqstore.log.writing.outgoing import (
 )
 from mqstore.options import Durability, Duration, seconds
 
-__all__ = [
-    "Batch",
-    "Preparer",
-    "Ready",
-    "Selector",
-    "check_limits",
-    "check_options",
-    "check_size",
-    "go_together",
-    "is_routed",
-    "one_of",
-    "options_of",
-    "plain",
-]
-
 MAX_PROPERTIES: Final = 128
 MAX_PROPERTIES_BYTES: Final = 16 << 10
 

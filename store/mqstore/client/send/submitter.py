@@ -29,8 +29,6 @@ from mqstore.errors import StoreClosedError
 from mqstore.signalsafe import Condition, Lock
 from mqstore.threads import HoldingBell, start_thread
 
-__all__ = ["Submitter"]
-
 _log = logging.getLogger("mqstore")
 
 _LOOK_S = 0.25

@@ -36,8 +36,6 @@ from mqstore.log.message import Message
 from mqstore.log.writing.outgoing import Body, OutgoingMessage
 from mqstore.signalsafe import Lock
 
-__all__ = ["Checker", "GroupChecks", "Transaction", "checks_of"]
-
 _log = logging.getLogger("mqstore")
 
 Checker = Callable[[Message], bool | None]

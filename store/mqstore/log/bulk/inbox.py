@@ -55,8 +55,6 @@ from mqstore.log.names import check_topic, is_path_safe
 from mqstore.log.stats import TaskErrors
 from mqstore.log.store_files import StoreParts
 
-__all__ = ["BulkAppender", "CreateTopics", "free_path", "inbox_state", "queues_of", "topics_entered"]
-
 _log = logging.getLogger("mqstore")
 _REFUSED = "refused"
 _DONE = "_done-"

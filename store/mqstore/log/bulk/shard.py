@@ -44,8 +44,6 @@ from mqstore.log.writing.log_tail import QueueRef
 from mqstore.native import kernel
 from mqstore.options import Profile
 
-__all__ = ["WINDOW_BYTES", "Groups", "Limits", "Shard", "Window", "by_queue", "shard_json"]
-
 WINDOW_BYTES = 8 << 20
 _INNER = re.compile(b"INNER_")
 _NUMBERS = ("records", "bytes", "crc32c", "largest")

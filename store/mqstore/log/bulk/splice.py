@@ -67,8 +67,6 @@ from mqstore.log.writing.writer import LogWriter
 from mqstore.native import kernel
 from mqstore.signalsafe import Lock
 
-__all__ = ["SpliceResult", "Splicer", "Undone", "undo", "would_undo"]
-
 _log = logging.getLogger("mqstore")
 _BUFFERS = 4
 """Windows in memory: one being read, one being prepared, one waiting and one being written."""

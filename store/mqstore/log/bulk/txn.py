@@ -40,8 +40,6 @@ from mqstore.layout.record import Checksum
 from mqstore.log.recovery.scanner import Good, scan_log
 from mqstore.log.store_files import CheckpointFile
 
-__all__ = ["TXN_FILE", "Intent", "IntentWatch", "TxnFile", "TxnState", "doubt", "is_app", "read_txn"]
-
 TXN_FILE = os.path.join("config", "spark", "txn.json")
 _SCHEMA = 1
 _APPS_KEPT = 10_000

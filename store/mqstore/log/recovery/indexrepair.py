@@ -16,8 +16,6 @@ from mqstore.log.index import Index, IndexFile
 from mqstore.log.recovery.report import Finding, RecoveryReport
 from mqstore.log.store_files import StoreParts
 
-__all__ = ["IndexRepair", "IndexTally", "Wanted", "is_nonsense", "tally_index"]
-
 
 def is_nonsense(file: IndexFile, index: Index) -> bool:
     """Return True if the header of `file` is impossible, so that no entry can be added."""

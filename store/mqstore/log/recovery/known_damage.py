@@ -23,8 +23,6 @@ from mqstore.files.jsonfile import load_json, save_json
 from mqstore.files.segment import segment_start
 from mqstore.log.recovery.report import Finding
 
-__all__ = ["KNOWN_FILE", "KnownDamage", "check_known", "load_known", "save_known"]
-
 KNOWN_FILE: Final = "config/knownDamage.json"
 _RANGES_MAX: Final = 100_000
 """Maximum number of ranges in the file: a third of the maximum of a JSON file.

@@ -25,8 +25,6 @@ from mqstore.log.recovery.report import Cut, RecoveryReport
 from mqstore.log.recovery.scanner import record_at
 from mqstore.log.recovery.tail import free_cut_path, save_bytes
 
-__all__ = ["MisnamedSegmentsError", "Piece", "misnamed_segments", "rename_segments", "settle_surplus", "surplus_pieces"]
-
 _MAGICS = tuple(magic.to_bytes(4, "big", signed=True) for magic in (MAGIC_V1, MAGIC_V2))
 _TRIED = 1000
 """Maximum number of magic numbers to examine in one file. A hostile file may contain nothing else."""

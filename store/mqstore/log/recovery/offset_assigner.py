@@ -28,20 +28,6 @@ from mqstore.log.names import is_path_safe
 from mqstore.log.recovery.report import Finding, Kind
 from mqstore.log.recovery.scanner import record_at
 
-__all__ = [
-    "LOST_SEGMENTS",
-    "MAX_SLOT",
-    "Misnumbered",
-    "OffsetAssigner",
-    "Placed",
-    "TopicGenerations",
-    "first_slot_in_range",
-    "least_plausible",
-    "sort_out",
-    "strays_in_front",
-    "unit_findings",
-]
-
 MAX_SLOT = (1 << 63) // 64
 """Maximum number of units of a queue. Their byte offset is an i64, and they have 20 bytes each."""
 

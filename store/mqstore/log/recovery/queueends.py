@@ -31,8 +31,6 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import decode_json, load_json, read_json, save_json
 from mqstore.log.recovery.known_damage import KNOWN_FILE
 
-__all__ = ["LOG_END", "QueueEnds", "forget_ends", "is_progress_ahead", "load_ends", "note_ends"]
-
 LOG_END: Final = "logEnd"
 """Member of a file of offsets that was saved without a sync: the end of the log that it refers to."""
 

@@ -52,8 +52,6 @@ from mqstore.log.recovery.scanner import (
 )
 from mqstore.log.writing.log_tail import QueueRef
 
-__all__ = ["RANGE_BYTES", "LogRange", "RangeResult", "SegmentParts", "Stitcher", "cut_ranges", "read_range"]
-
 T = TypeVar("T")
 RANGE_BYTES = 64 << 20
 """Default size of a range."""

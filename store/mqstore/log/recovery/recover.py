@@ -58,8 +58,6 @@ from mqstore.log.recovery.tail import COPY_BYTES, Tail
 from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.log_tail import QueueRef
 
-__all__ = ["Progress", "RecoverOptions", "recover", "unlisted_queue"]
-
 _log = logging.getLogger("mqstore")
 _VOIDS = 1 << 16
 """Void units written at a time. A damaged queue offset may require many."""

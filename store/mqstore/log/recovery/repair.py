@@ -25,8 +25,6 @@ from mqstore.log.recovery.verify import bad_json, json_files, json_tables
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 
-__all__ = ["rebuild_config", "recover_store"]
-
 
 def recover_store(
     path: str | os.PathLike[str],

@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from mqstore.files.segment import LoadProblem
 
-__all__ = ["Cut", "Finding", "Kind", "Rebuilt", "RecoveryReport", "finding_of"]
-
 Kind = Literal[
     "torn_tail",
     "lost_tail",

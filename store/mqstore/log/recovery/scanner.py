@@ -32,27 +32,6 @@ from mqstore.layout.scan import Headers, check_place, content_end, find_next, re
 from mqstore.log.reading.prefetch import Prefetch
 from mqstore.native import kernel
 
-__all__ = [
-    "NEVER_TORN",
-    "Bad",
-    "End",
-    "Event",
-    "Good",
-    "OnFront",
-    "first_good_in",
-    "first_record_time",
-    "goes_on",
-    "join_segments",
-    "record_at",
-    "scan_log",
-    "scan_segment",
-    "until_torn",
-    "used_end",
-    "used_ranges",
-    "watermark",
-    "written_end",
-]
-
 T = TypeVar("T")
 NEVER_TORN = 1 << 62
 """Watermark for the case that all bad bytes are damage."""

@@ -8,8 +8,6 @@ from mqstore.log.recovery.indexrepair import is_nonsense
 from mqstore.log.recovery.scanner import check_at, first_record_time, goes_on, record_at
 from mqstore.log.store_files import StoreParts
 
-__all__ = ["ScanStart", "WholeLogNeededError"]
-
 
 class WholeLogNeededError(Exception):
     """A queue lacks units below the range being read, so everything must be read."""

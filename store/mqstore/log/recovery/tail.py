@@ -16,8 +16,6 @@ from mqstore.log.recovery.report import Cut, RecoveryReport
 from mqstore.log.recovery.scanner import End, Good, scan_log, used_ranges
 from mqstore.log.store_files import StoreParts
 
-__all__ = ["COPY_BYTES", "Tail", "free_cut_path", "save_bytes"]
-
 COPY_BYTES = 1 << 20
 """Number of bytes of a log copied at a time."""
 

@@ -50,9 +50,6 @@ from mqstore.log.recovery.report import Finding, Kind, finding_of
 from mqstore.log.recovery.scanner import Bad, End, Good, scan_segment, until_torn, used_end
 from mqstore.log.store_files import StoreParts
 
-__all__ = ["Gap", "Verifier", "json_tables", "verified_ranges"]
-
-
 _ENTRIES_TALLIED = 1 << 20
 """Number of index entries, 20 bytes each, looked up at once.
 All entries of a log may need more memory than there is."""

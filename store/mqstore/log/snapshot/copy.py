@@ -43,8 +43,6 @@ from mqstore.log.recovery.report import Cut, Finding, RecoveryReport
 from mqstore.log.snapshot.point_in_time import Found, Original, PointInTime, Saved
 from mqstore.options import StoreConfig
 
-__all__ = ["SnapshotPlan", "SnapshotReport", "plan_snapshot", "snapshot_store"]
-
 _STARTS: Final = 20
 _SUFFIX: Final = ".partial-"
 _LEFT_SHOWN: Final = 8

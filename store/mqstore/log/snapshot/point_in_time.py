@@ -41,8 +41,6 @@ from mqstore.log.bulk.txn import TXN_FILE, IntentWatch, TxnState, doubt
 from mqstore.log.recovery.scanner import Bad, End, scan_log, used_end
 from mqstore.options import StoreConfig
 
-__all__ = ["Found", "Original", "PointInTime", "Saved"]
-
 _PATIENCE_S: Final = 10.0
 _PAUSE_S: Final = 0.02
 _TAIL_BYTES: Final = 4096
