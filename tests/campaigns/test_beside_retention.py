@@ -228,7 +228,11 @@ LOOKS = [
         ("get", "DIR", "--topic", "orders", "--json", "--max-messages", "500", "--tag", "even"),
         codes=(0, 1),
     ),
-    Look("get the newest by tag", ("get", "DIR", "--topic", "orders", "--tag", "odd", "--last", "500", "--json")),
+    Look(  # this writer, on a file system in memory, may have dropped all that was there before it is searched
+        "get the newest by tag",
+        ("get", "DIR", "--topic", "orders", "--tag", "odd", "--last", "500", "--json"),
+        codes=(0, 1),
+    ),
     Look("MessageStore.read", call=_read, complete=True),
     Look("MessageStore.iter", call=_iter, complete=True),
     Look("Store.iter", call=_iter_all, complete=True),
