@@ -41,26 +41,8 @@ class Code(IntEnum):
     LITE_PULL_MESSAGE = 361
 
 
-class Answer(IntEnum):
-    """Codes of answers, as in RocketMQ's `ResponseCode`."""
-
-    SUCCESS = 0
-    SYSTEM_ERROR = 1
-    SYSTEM_BUSY = 2
-    REQUEST_CODE_NOT_SUPPORTED = 3
-    FLUSH_DISK_TIMEOUT = 10
-    MESSAGE_ILLEGAL = 13
-    SERVICE_NOT_AVAILABLE = 14
-    NO_PERMISSION = 16
-    TOPIC_NOT_EXIST = 17
-    PULL_NOT_FOUND = 19
-    PULL_RETRY_IMMEDIATELY = 20
-    PULL_OFFSET_MOVED = 21
-    QUERY_NOT_FOUND = 22
-    SUBSCRIPTION_PARSE_FAILED = 23
-    SUBSCRIPTION_NOT_EXIST = 24
-    INVALID_PARAMETER = 29
-    GO_AWAY = 1500
+NOT_SUPPORTED, QUERY_NOT_FOUND, GO_AWAY = 3, 22, 1500
+"""Codes of answers that no error of the library has. All others are in `ResultCode`."""
 
 
 class _Field(NamedTuple):

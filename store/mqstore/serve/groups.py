@@ -7,9 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mqstore.broker.names import retry_topic
-from mqstore.errors import FormatError
+from mqstore.errors import FormatError, ResultCode
 from mqstore.log.commitlog import QueueRef
-from mqstore.remoting.codes import Answer, Code
+from mqstore.remoting.codes import QUERY_NOT_FOUND, Code
 from mqstore.remoting.shapes import dumps, loads
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _unregister(server: Server, call: Call) -> None:
 def _consumer_list(server: Server, call: Call) -> None:
     group = call.values["consumerGroup"]
     if not (names := sorted(server.registry.consumers(group))):
-        call.reply(Answer.SYSTEM_ERROR, remark=f"the group {group!r} has no consumers")
+        call.reply(ResultCode.SYSTEM_ERROR, remark=f"the group {group!r} has no consumers")
         return
     call.reply(body=dumps({"consumerIdList": names}))
 
@@ -69,7 +69,7 @@ def _committed(server: Server, call: Call) -> None:
     if offset is None and values["setZeroIfNotFound"] and _bounds(server, topic, queue_id)[0] == 0:
         offset = 0  # a young queue is read from its beginning, whatever the client prefers
     if offset is None:
-        call.reply(Answer.QUERY_NOT_FOUND, remark="the group has no offset in this queue")
+        call.reply(QUERY_NOT_FOUND, remark="the group has no offset in this queue")
         return
     call.reply(fields={"offset": offset})
 

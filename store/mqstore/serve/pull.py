@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from mqstore.broker.filters.filter import Filter
-from mqstore.errors import OffsetOutOfRangeError
-from mqstore.remoting.codes import Answer, Code
+from mqstore.errors import OffsetOutOfRangeError, ResultCode
+from mqstore.remoting.codes import Code
 
 if TYPE_CHECKING:
     from mqstore.broker.reading import ReadResult
@@ -45,7 +45,7 @@ def _read(server: Server, call: Call, deadline_ms: int) -> None:
         if server.registry.consumer(values["consumerGroup"], call.connection) is None:
             _wait_for_heartbeat(server, call, deadline_ms)
         else:
-            call.reply(Answer.SUBSCRIPTION_NOT_EXIST, remark=f"the group does not subscribe to {topic!r}")
+            call.reply(ResultCode.SUBSCRIPTION_NOT_EXIST, remark=f"the group does not subscribe to {topic!r}")
         return
     limit = values["maxMsgBytes"]
     result = server.broker.read(
@@ -59,10 +59,10 @@ def _read(server: Server, call: Call, deadline_ms: int) -> None:
     )
     if result.messages:
         body = b"".join(message._whole()._record_bytes() for message in result.messages)
-        _answer(call, Answer.SUCCESS, result, body)
+        _answer(call, ResultCode.SUCCESS, result, body)
     elif result.next_offset != offset:
         passed = result.status in ("NO_MATCHED_MESSAGE", "MESSAGE_WAS_REMOVING")
-        _answer(call, Answer.PULL_RETRY_IMMEDIATELY if passed else Answer.PULL_OFFSET_MOVED, result)
+        _answer(call, ResultCode.PULL_RETRY_IMMEDIATELY if passed else ResultCode.PULL_OFFSET_MOVED, result)
     else:
         _wait(server, call, chosen, result, deadline_ms)
 
@@ -83,7 +83,7 @@ def _filter_of(server: Server, call: Call) -> tuple[bool, Filter | None]:
 
 def _wait(server: Server, call: Call, chosen: Filter | None, result: ReadResult, deadline_ms: int) -> None:
     values, left_ms = call.values, deadline_ms - server.now_ms()
-    nothing = partial(_answer, call, Answer.PULL_NOT_FOUND, result)
+    nothing = partial(_answer, call, ResultCode.PULL_NOT_FOUND, result)
     if not values["sysFlag"] & _SUSPEND or not server.may_park(call.connection):
         server.park_for(call, _NO_WAIT_MS, nothing)
         return
@@ -107,7 +107,7 @@ def _wait_for_heartbeat(server: Server, call: Call, deadline_ms: int) -> None:
     """Park a pull of a client that the server does not know yet, as after a restart of the server.
     A refusal would make the client pause longer than the next heartbeat takes."""
     left_ms = deadline_ms - server.now_ms()
-    refuse = partial(call.reply, Answer.SUBSCRIPTION_NOT_EXIST, None, b"", "the group has sent no heartbeat")
+    refuse = partial(call.reply, ResultCode.SUBSCRIPTION_NOT_EXIST, None, b"", "the group has sent no heartbeat")
     if left_ms <= 0:
         refuse()
         return
@@ -115,7 +115,7 @@ def _wait_for_heartbeat(server: Server, call: Call, deadline_ms: int) -> None:
     server.park_for(call, left_ms, refuse)
 
 
-def _answer(call: Call, code: Answer, result: ReadResult, body: bytes = b"") -> None:
+def _answer(call: Call, code: ResultCode, result: ReadResult, body: bytes = b"") -> None:
     # All four: without one of them a Java client consumes nothing, and shows nothing.
     fields = {
         "suggestWhichBrokerId": 0,

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from mqstore.broker.names import is_retry_topic
-from mqstore.remoting.codes import Answer, Code
+from mqstore.errors import ResultCode
+from mqstore.remoting.codes import Code
 from mqstore.remoting.shapes import dumps
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def _route(server: Server, call: Call) -> None:
     elif (config := server.broker.topics.get(topic)) is not None:
         queue_data = _queue_data(server, config.perm, config.read_queues, config.write_queues)
     else:
-        call.reply(Answer.TOPIC_NOT_EXIST, remark=f"there is no topic {topic!r}")
+        call.reply(ResultCode.TOPIC_NOT_EXIST, remark=f"there is no topic {topic!r}")
         return
     route = {
         "brokerDatas": [

@@ -25,12 +25,11 @@ from mqstore.errors import (
     FormatError,
     MQStoreError,
     OffsetOutOfRangeError,
-    ReceiptExpiredError,
+    ResultCode,
     StoreBusyError,
     StoreClosedError,
-    StoreFullError,
 )
-from mqstore.remoting.codes import REQUESTS, Answer, Code, values_of
+from mqstore.remoting.codes import GO_AWAY, NOT_SUPPORTED, REQUESTS, Code, values_of
 from mqstore.remoting.frames import FRAME_BYTES_MAX, ONE_WAY, Frame
 from mqstore.serve import groups, pull, routes, send, transactions
 from mqstore.serve.connection import Call, Connection, address_of
@@ -47,11 +46,10 @@ _HANDLERS: Final[Mapping[int, Handler]] = dict(
     chain.from_iterable(room.HANDLERS.items() for room in (routes, send, pull, groups, transactions))
 )
 _CODES: Final[Mapping[type[Exception], int]] = {
-    OffsetOutOfRangeError: Answer.INVALID_PARAMETER,  # its own code means something else to a client that does not pull
-    FormatError: Answer.INVALID_PARAMETER,
-    ReceiptExpiredError: Answer.MESSAGE_ILLEGAL,
-    StoreFullError: Answer.SERVICE_NOT_AVAILABLE,
+    OffsetOutOfRangeError: ResultCode.INVALID_PARAMETER,  # its own code makes a client that pulls move its offset
+    FormatError: ResultCode.INVALID_PARAMETER,
 }
+"""Codes of errors whose own code means something else to clients."""
 _SWEEP_S: Final = 10
 _GRACE_S: Final = 2
 """Seconds that a stopping server waits for the disk. Requests meanwhile are answered with GO_AWAY."""
@@ -235,11 +233,11 @@ class Server:
             return  # nothing that the server asks is answered yet
         call = Call(connection, frame)
         if self._stopping:
-            call.reply(Answer.GO_AWAY, remark="the server stops")
+            call.reply(GO_AWAY, remark="the server stops")
             return
         handler = _HANDLERS.get(frame.code)
         if handler is None or frame.code not in REQUESTS:
-            call.reply(Answer.REQUEST_CODE_NOT_SUPPORTED, remark=f"the request code {frame.code} is not served")
+            call.reply(NOT_SUPPORTED, remark=f"the request code {frame.code} is not served")
             return
 
         def run() -> None:
@@ -256,7 +254,7 @@ class Server:
                 _log.exception("request %d of %s failed", call.frame.code, call.connection.peer)
             code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
             text = str(error) if isinstance(error, MQStoreError) else "the server failed; its log says why"
-            call.reply(int(getattr(error, "code", Answer.SYSTEM_ERROR)) if code is None else code, remark=text)
+            call.reply(int(getattr(error, "code", ResultCode.SYSTEM_ERROR)) if code is None else code, remark=text)
 
     def try_quietly(self, work: Callable[[], object]) -> None:
         """Do something that a client cannot be refused. An error is only logged."""
