@@ -14,6 +14,8 @@ deliveries of one queue are FIFO, and redeliveries come when they are due. In an
 leased item.
 
 Priorities are not supported. An item that must overtake others needs another queue.
+
+The class is long because it has every method of `queue.Queue`, with its documentation.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
       └───── read, iter, find, get, to_arrow, offsets, verify ...           the log (either mode)
 
 It unites the broker and the log: one object to open and to close, with names that need no knowledge of their parts. For
-everything that they can do, use `broker` and `log`.
+everything that they can do, use `broker` and `log`. The class is long because each of these names has its documentation
+here.
 """
 
 from __future__ import annotations

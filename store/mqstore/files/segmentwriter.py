@@ -22,6 +22,8 @@ whatever the folio, and the page need not be made writable again after each sync
 every record, and it is coherent with the mappings. A long write leaves large folios, but nothing stores to them again.
 The kernel rounds down, so the page in which it ends is a separate folio. Large folios take half the time to create, so
 a long range that a fast writer will soon fill gets them (`populate`).
+
+The class is long because creating, filling, syncing and removing keep one list of segments and their blocks.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@
 
 Both are plain `run` functions. A test with a simulated clock calls `dispatch` and `run_once` instead. A put with
 durability "flush" syncs in its own thread, or waits for another one that syncs. This module knows no consumer groups.
+The class is long because it documents every call of a store without consumers.
 """
 
 from __future__ import annotations

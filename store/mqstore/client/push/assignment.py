@@ -9,6 +9,8 @@
 
 Each queue has exactly one pull: being made, submitted, or waiting for messages, for room, for `resume` or for a timer.
 Code that takes away one of these puts the next in its place.
+
+The class is long because every state of a queue changes under one lock.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Reading of a store: from (topic, queue, offset) to messages (format#readers, format#reads).
 
 The writer's process and readers in other processes use the same code. `log.records` finds and checks the records.
+
+The class is long because it documents every way of reading, for both kinds of stores.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ The log is read in ranges (`ranges.py`). `Verifier.findings` reads and joins the
 of `Verifier.check` from other processes (`mqstore.jobs.verifying`). A range alone is enough to check records, units
 (`compare`) and index entries (`tally`). Checks that need the order of the log (`units`, `straight`, `tails`) follow
 when all ranges of a segment are available.
+
+The class is long because the comparisons share what one pass over the log has found.
 """
 
 from __future__ import annotations
