@@ -37,6 +37,7 @@ from tests.commands import looking
 from tests.log.splicesupport import Row, bundle, publish
 from tests.log.support import open_in
 from tests.records import encode_record
+from tests.waiting import until
 
 ROUNDS = int(os.environ.get("MQSTORE_CAMPAIGN_ROUNDS", "20"))
 ONE = os.environ.get("MQSTORE_CAMPAIGN_CASE", "")
@@ -212,6 +213,7 @@ def _build(root: Path, profile: Any) -> None:
         for delivery in letter.receive(1, wait=0):
             delivery.reject("of no use")
         letter.close()
+        until(lambda: (root / "timerlog").exists())
     (root / "timerwheel").unlink(missing_ok=True)  # 37 MB, and made anew at each opening
     (root / "timerwheel").write_bytes(bytes(4096))
     [index] = (root / "index").iterdir()

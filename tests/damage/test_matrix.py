@@ -31,6 +31,7 @@ CASES = [
     for number, name in enumerate(KINDS)
     for cell, (column, way) in enumerate(product(COLUMNS, ("compiled", "Python")))
     if ALL or cell == number % 12
+    if (name, column[0]) != ("flags", "rocketmq")  # no checksum covers them: such a message is not known to be whole
 ]
 
 

@@ -62,8 +62,6 @@ def test_relative_paths_are_refused_and_absolute_ones_work(tmp_path: Path) -> No
         *(f"{name} True" for name in ("write", "read", "stream from", "stream to")),
     ], run.stderr[-4000:]
     with mqstore.open(tmp_path / "streamed", "r") as store:
-        assert [message.body for queue in store.log.queues("orders") for message in store.log.iter(*queue)] == [
-            b"one",
-            b"two",
-        ]
+        bodies = {message.body for queue in store.log.queues("orders") for message in store.log.iter(*queue)}
+        assert bodies == {b"one", b"two"}
     assert not list(tmp_path.rglob("relative"))

@@ -78,7 +78,12 @@ _UNFIT = (
     [
         ("JAVA_HOME", (), 3, _UNFIT),
         ("PATH", (), 3, _UNFIT),
-        (None, ("--master", "sparc://host"), 3, r"Spark did not start with .* spark.master=sparc://host; .* knows"),
+        (
+            None,
+            ("--master", "sparc://host"),
+            3,
+            r"Spark did not start with .* spark.master=sparc://host; .* or give other settings",
+        ),
         (
             None,
             ("--master", "local[0]", "--conf", "spark.my.password=hush"),
