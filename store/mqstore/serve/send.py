@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 from mqstore.broker.names import RETRY_PREFIX, dlq_topic, is_retry_topic
-from mqstore.broker.tables.topics import TopicConfig
 from mqstore.broker.uniquekey import new_unique_key
 from mqstore.errors import ConfigError, InvalidMessageError, TopicNotFoundError
 from mqstore.layout.properties import DELAY, TRAN_MSG, UNIQ_KEY
@@ -30,7 +28,6 @@ _KEPT_FLAGS: Final = COMPRESSED | COMPRESSION_TYPE_MASK | _MULTI_TAGS
 _QUEUES_MAX: Final = 8
 """Queues of a topic that a send creates: RocketMQ's limit, whatever the producer asks for."""
 _CORRELATION_ID, _CLUSTER = "CORRELATION_ID", "CLUSTER"
-_turns = count()
 
 
 def _send(server: Server, call: Call) -> None:
@@ -48,17 +45,7 @@ def _send(server: Server, call: Call) -> None:
     if properties.get(TRAN_MSG, "").lower() == "true":
         prepare(server, call, queue_id, properties, values["sysFlag"] & _KEPT_FLAGS)
         return
-    put = server.broker._append_async(
-        topic,
-        queue_id,
-        call.frame.body,
-        properties,
-        flag=values["flag"],
-        sys_flag=values["sysFlag"] & _KEPT_FLAGS,
-        reconsume_times=values["reconsumeTimes"],
-        born_timestamp_ms=values["bornTimestamp"],
-        born_host=call.connection.peer,
-    )
+    put = _append(server, call, topic, queue_id, call.frame.body, properties, values["flag"])
     _when_stored(server, call, [put], properties[UNIQ_KEY])
 
 
@@ -76,17 +63,7 @@ def _send_retry(server: Server, call: Call, properties: dict[str, str]) -> None:
         topic = dlq_topic(group)
         properties.pop(DELAY, None)
     server.broker.topics.ensure(topic)
-    put = server.broker._append_async(
-        topic,
-        0,
-        call.frame.body,
-        properties,
-        flag=values["flag"],
-        sys_flag=values["sysFlag"] & _KEPT_FLAGS,
-        reconsume_times=times,
-        born_timestamp_ms=values["bornTimestamp"],
-        born_host=call.connection.peer,
-    )
+    put = _append(server, call, topic, 0, call.frame.body, properties, values["flag"])
     _when_stored(server, call, [put], properties[UNIQ_KEY])
 
 
@@ -101,19 +78,26 @@ def _send_batch(server: Server, call: Call) -> None:
     for flag, body, text in items:
         properties = _properties(server, text)
         keys.append(properties[UNIQ_KEY])
-        puts.append(
-            server.broker._append_async(
-                values["topic"],
-                queue_id,
-                body,
-                properties,
-                flag=flag,
-                sys_flag=values["sysFlag"] & _KEPT_FLAGS,
-                born_timestamp_ms=values["bornTimestamp"],
-                born_host=call.connection.peer,
-            )
-        )
+        puts.append(_append(server, call, values["topic"], queue_id, body, properties, flag))
     _when_stored(server, call, puts, ",".join(keys))
+
+
+def _append(
+    server: Server, call: Call, topic: str, queue_id: int, body: bytes, properties: Mapping[str, str], flag: int
+) -> Future[SendReceipt]:
+    """Append a message of a send, with the fields that all messages of the send share."""
+    values = call.values
+    return server.broker._append_async(
+        topic,
+        queue_id,
+        body,
+        properties,
+        flag=flag,
+        sys_flag=values["sysFlag"] & _KEPT_FLAGS,
+        reconsume_times=values["reconsumeTimes"],
+        born_timestamp_ms=values["bornTimestamp"],
+        born_host=call.connection.peer,
+    )
 
 
 def _properties(server: Server, text: str | None) -> dict[str, str]:
@@ -129,16 +113,15 @@ def _queue(server: Server, call: Call) -> int:
     values = call.values
     topic: str = values["topic"]
     queue_id: int = values["queueId"]
-    config: TopicConfig | None = server.broker.topics.entered(topic)
-    if config is None:
+    topics = server.broker.topics
+    if topics.entered(topic) is None:
         if values["defaultTopic"] != DEFAULT_TOPIC:
             raise TopicNotFoundError(f"there is no topic {topic!r}, and {values['defaultTopic']!r} is not its model")
-        if server.auto_create and server.broker.topics.get(topic) is None:
-            wanted = max(1, min(values["defaultTopicQueueNums"], _QUEUES_MAX))
-            server.broker.topics.create(topic, queues=wanted)
-    config = server.broker.topics.for_send(topic)
+        if server.auto_create and topics.get(topic) is None:
+            topics.create(topic, queues=max(1, min(values["defaultTopicQueueNums"], _QUEUES_MAX)))
+    config = topics.for_send(topic)
     if queue_id < 0:
-        return next(_turns) % config.write_queues
+        return server.turns.next(topic, config.write_queues)
     if queue_id >= max(config.write_queues, config.read_queues):
         raise ConfigError(f"the topic {topic!r} has no queue {queue_id}")
     return queue_id

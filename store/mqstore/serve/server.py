@@ -21,6 +21,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from mqstore.broker.selection import RoundRobin
 from mqstore.errors import (
     FormatError,
     MQStoreError,
@@ -107,6 +108,8 @@ class Server:
         self.registry = Registry(
             clients=self.limits.clients, groups=self.limits.groups, subscriptions=self.limits.subscriptions
         )
+        self.turns = RoundRobin()
+        """Queues of sends that name none."""
         self.loop: asyncio.AbstractEventLoop
         self._host, self._port, self._advertise = host, port, advertise
         self._listener: asyncio.Server | None = None
@@ -135,6 +138,7 @@ class Server:
         self._listener = await self.loop.create_server(lambda: Connection(self), self._host, self._port, backlog=512)
         self._sweeper = self.loop.call_later(_SWEEP_S, self._sweep)
         self.broker.transactions.on_check(None, partial(transactions.ask, self))
+        self.broker.listen("topics", self.turns.forget)
 
     async def stop(self) -> None:
         """Accept nothing more, answer what waits, and disconnect every client. The store stays open."""
@@ -143,11 +147,13 @@ class Server:
         self._listener.close()
         self._stopping = True
         self.broker.transactions.on_check(None, None)
+        self.broker.unlisten("topics", self.turns.forget)
         if self._sweeper is not None:
             self._sweeper.cancel()
         for connection in self._connections:
-            for call in [call for call in connection.parked if call.end is not None]:
-                self._attempt(call, call.end or call.reply)
+            for call in list(connection.parked):
+                if call.end is not None:
+                    self._attempt(call, call.end)
         until_s = self.loop.time() + _GRACE_S
         while self.parked and self.loop.time() < until_s:  # sends that wait for the disk
             await asyncio.sleep(0.01)
@@ -196,13 +202,10 @@ class Server:
 
     def unlock(self, client_id: str, left: Iterable[str]) -> None:
         """Release the queue locks of a client that has left these groups."""
-        wanted = set(left)
-        held: dict[str, list[object]] = {}
-        for lock in self.broker.locks.snapshot():
-            if lock.client_id == client_id and lock.group in wanted:
-                held.setdefault(lock.group, []).append(lock.queue)
-        for group, queues in held.items():
-            self.broker.locks.unlock_batch(group, queues, client_id)  # type: ignore[arg-type]
+        locks = self.broker.locks.snapshot()
+        for group in left:
+            held = [lock.queue for lock in locks if (lock.group, lock.client_id) == (group, client_id)]
+            self.broker.locks.unlock_batch(group, held, client_id)
 
     def consumers_changed(self, changed: Iterable[str]) -> None:
         """Send every consumer of these groups the notice that makes it divide the queues again."""
@@ -294,6 +297,7 @@ class Server:
 
     def do_in_thread(self, call: Call, work: Callable[[], Result], answer: Callable[[Result], object]) -> None:
         """Do `work`, which may wait for the disk, in the worker thread, then `answer` in the loop's thread."""
+        self.check_busy(call.connection)
         done = self._worker.submit(work)
         call.connection.park(call, lambda: None)
         done.add_done_callback(lambda _: self.post(partial(self.resume, call, lambda: answer(done.result()))))
