@@ -243,10 +243,7 @@ class Broker(Closing, Sending, BrokerContract):
     def put_async(
         self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
     ) -> Future[SendReceipt]:
-        synced = (options.get("durability") or self.store.durability) == "flush"
-        if synced:
-            options["durability"] = "append"
-        return self._async_puts.put(lambda: self.put(topic, body, queue_id=queue_id, **options), synced=synced)
+        return self._without_wait(partial(self.put, topic, body, queue_id=queue_id), {**options})
 
     def _append_async(
         self,
@@ -258,10 +255,14 @@ class Broker(Closing, Sending, BrokerContract):
     ) -> Future[SendReceipt]:
         """Append a record with all its fields, reserved properties included, for a server. The future is that of
         `put_async`. The caller has checked topic and queue."""
+        return self._without_wait(partial(self._router.append, topic, queue_id, body, properties), {**options})
+
+    def _without_wait(self, put: Callable[..., SendReceipt], options: dict[str, Any]) -> Future[SendReceipt]:
+        """Call `put` without its wait for the disk. The future waits instead, for a sync that many puts share."""
         synced = (options.get("durability") or self.store.durability) == "flush"
-        options["durability"] = "append"
-        append = partial(self._parts.router.append, topic, queue_id, body, properties, **options)
-        return self._async_puts.put(append, synced=synced)
+        if synced:
+            options["durability"] = "append"
+        return self._async_puts.put(partial(put, **options), synced=synced)
 
     def sync(self) -> None:
         self.store.flush()
