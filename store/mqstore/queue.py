@@ -6,7 +6,7 @@
                    |                    |  nothing, the lease expired   again
                    |                    |  process died                again when the store is opened
                    +--------------------+  last attempt, reject        %DLQ%NAME
-                      %RETRY%NAME+NAME
+                      %RETRY%NAME+NAME: copies of failed items, which `get` also reads
 
 A queue is a topic and a group, both with its name, and uses pop. All tools that know topics can use it, and it has no
 other files. The topic has one queue, unless somebody else created it: then all its queues are read, in turn. First
@@ -116,7 +116,7 @@ class Queue:
         ordered     an item that is leased, or waits for its next attempt, holds back all after it. A property of the
                     queue: set when it is created, the same for all afterwards
         retry       when a failed item is redelivered, and after how many attempts it is a dead letter; None: the
-                    queue's. A new one has 17 attempts with pauses from 1 s to 2 h; a new ordered one has no limit,
+                    queue's. A new one has 17 attempts with pauses from 1 s to 30 min; a new ordered one has no limit,
                     with pauses from 1 s to 60 s. A policy given here replaces the queue's, but must equal that of
                     live consumers of its group
         codec       `BYTES` (default, and None), `TEXT`, `JSON`, or an object with `encode` and `decode`

@@ -29,8 +29,8 @@ Examples:
 @stores_argument
 @click.option("--group", "groups", multiple=True, help="Only this group, queue by queue; may be repeated.")
 @topic_option
-@click.option("--max-lag", type=click.IntRange(0), help="Exit with 1 if a group has not consumed more messages.")
-@click.option("--max-age", type=duration, metavar="TIME", help="Exit with 1 if one of these is older than this (15m).")
+@click.option("--max-lag", type=click.IntRange(0), help="Exit with 1 if more messages wait for a group.")
+@click.option("--max-age", type=duration, metavar="TIME", help="Exit with 1 if one of them is older (15m).")
 @spark_option
 @json_option
 @click.pass_context
@@ -48,7 +48,7 @@ def lag(
 
     Messages in flight, popped but not acknowledged, are included. A message that was popped and acknowledged is
     consumed, even if an earlier one is still in flight. `-` (null in JSON) means unknown: the group has not started in
-    that queue, or not in any queue. Retry topics count as topics. Retries that wait for their time count in queue 0 of
+    that queue. Retry topics count as topics. Retries that wait for their time count in queue 0 of
     the group's retry topic.
 
     A queue of an ordered group is suspended from the first failure of a message until that message is settled. The

@@ -104,8 +104,8 @@ With --json an error is a line on stderr: {"version": 1, "error": {"type", "mess
 def cli(ctx: click.Context) -> None:
     """Inspect, check, repair, fill and drain message stores: directories of mqstore or a RocketMQ broker.
 
-    Only produce, consume and recover change a store, and commands named create, alter, delete, reset, cancel, replay,
-    restore or purge. All others only read, and work while a writer has the store open.
+    Only produce, consume, serve and recover change a store, and commands named create, alter, delete, reset, cancel,
+    replay, restore or purge. All others only read, and work while a writer has the store open.
     """
     from mqstore_tools.render import EscapingHandler
 
