@@ -20,6 +20,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "TransactionStateError": ("too late", "commit"),
     "OffsetOutOfRangeError": ("gone", 3, 9),
     "StoreLockedError": ("locked", 17, "here", 5),
+    "ConnectionLostError": ("lost", True),
     "CorruptStoreError": ("bad", "commitlog/0", 7, "mqstore recover s"),
     "UnsupportedStoreError": ("newer", 99, ("x",)),
     "MissingFileError": (errno.ENOENT, "gone", "s/commitlog/0", "open"),

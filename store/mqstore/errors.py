@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 __all__ = [
     "ConfigError",
+    "ConnectionLostError",
     "CorruptStoreError",
     "EvaluationError",
     "FilterError",
@@ -329,6 +330,17 @@ class StoreClosedError(MQStoreError, ValueError):
     """The store was closed, or belongs to the parent of this forked process."""
 
     code = ResultCode.SERVICE_NOT_AVAILABLE
+
+
+class ConnectionLostError(MQStoreError, ConnectionError):
+    """The connection to a server was lost, and no other could be made in time.
+    With `sent` the call may have been done: a message is perhaps stored. Otherwise nothing was sent."""
+
+    code = ResultCode.SERVICE_NOT_AVAILABLE
+
+    def __init__(self, message: str, sent: bool) -> None:
+        super().__init__(message)
+        self.sent = sent
 
 
 class CorruptStoreError(MQStoreError, OSError):

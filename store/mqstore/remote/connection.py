@@ -1,0 +1,486 @@
+"""One socket of a client process, with any number of calls in flight (remoting-server, section 13.2).
+
+    call    encode -> send -> read until the own answer is there      a lone caller never switches threads
+    park    encode -> send -> a background thread reads the answer, and calls back
+
+Whoever has the turn reads for all: the first caller that waits. Others wait for a bell. The thread `mqstore-connection`
+exists only while something is parked, and reads when no caller does.
+
+    nothing received for `timeout_s` while somebody waits: a ping is sent after half of it, then the line is lost
+    lost   -> calls that may be repeated, and all that is parked, are sent again on the next line
+           -> other calls raise ConnectionLostError: they are done, or not
+    no line within `timeout_s`, with pauses of 0.1 to 5 s -> ConnectionLostError: nothing was sent
+    fork   -> the first call of the child opens a line of its own
+
+Whatever interrupts the sending or reading of bytes, as Ctrl-C does, ends the line: the next byte would mean anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import count, filterfalse
+from typing import Final
+from weakref import WeakSet
+
+from mqstore.errors import ConfigError, ConnectionLostError, FormatError, MQStoreError, StoreClosedError
+from mqstore.remoting.frames import Frame, FrameReader, encode
+from mqstore.signalsafe import Bell, Lock
+
+_log = logging.getLogger("mqstore")
+
+Address = tuple[str, int] | str
+"""Host and port, or the path of a Unix socket."""
+Answered = Callable[[Frame | None], object]
+"""Function that takes the answer of a parked call, or None if it was lost and may not be repeated."""
+
+_RECEIVE_BYTES: Final = 256 << 10
+_PAUSE_MIN_S, _PAUSE_MAX_S = 0.1, 5.0
+_STALE_S: Final = 1.0
+"""Time after which the next call looks first whether the server has closed the connection meanwhile."""
+_connections: WeakSet[Connection] = WeakSet()
+
+
+def _numbers() -> Iterator[int]:
+    """Yield the numbers of requests, which begin again when 30 bits are used up."""
+    return (number & 0x3FFF_FFFF for number in count(1))
+
+
+def address_of(text: str) -> Address:
+    """Return the address in a text: `host:port`, `[::1]:port`, `unix:/path`, or a path. Raises ConfigError.
+
+    >>> address_of("127.0.0.1:9876"), address_of("[::1]:9876"), address_of("unix:/run/mq.sock"), address_of("mq.sock")
+    (('127.0.0.1', 9876), ('::1', 9876), '/run/mq.sock', 'mq.sock')
+    """
+    if text.startswith("unix:"):
+        return text.removeprefix("unix:")
+    if "/" in text or text.endswith(".sock"):
+        return text
+    host, found, port = text.rpartition(":")
+    if not found or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"an address is host:port, unix:/path or a directory that is served, not {text!r:.200}")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+class _NotSentError(ConnectionResetError):
+    """The line was lost before anything of the request was sent."""
+
+
+class _Waiting:
+    """A call in flight: of a thread that waits for the bell, or parked."""
+
+    __slots__ = ("answer", "answered", "bell", "frame", "repeat")
+
+    def __init__(self, frame: Frame, answered: Answered | None, repeat: bool) -> None:
+        self.frame = frame
+        self.answered = answered
+        self.repeat = repeat
+        self.bell = Bell()
+        self.answer: Frame | None = None
+
+
+class _Line:
+    """One socket, until it is lost."""
+
+    def __init__(self, connection: Connection, sock: socket.socket) -> None:
+        self._connection = connection
+        self._socket = sock
+        self._reader = FrameReader(connection.frame_bytes)
+        self._turn = Lock()
+        """Lock of the thread that reads."""
+        self._sending = Lock()
+        self.waiting: dict[int, _Waiting] = {}
+        self._opaque = filterfalse(self.waiting.__contains__, _numbers())
+        self.lost: str | None = None
+        """Reason why it cannot be used any more."""
+        self._received_s = time.monotonic()
+        self._pinged = False
+
+    def send(self, call: _Waiting) -> None:
+        """Send a request. Raises OSError, and then the line is lost."""
+        call.frame.opaque = next(self._opaque)
+        self.tell(call.frame, call)
+
+    def tell(self, frame: Frame, call: _Waiting | None = None) -> None:
+        """Send a frame that has its number, or needs none."""
+        self._turn.refuse_owner()
+        frame.binary = -0x8000 <= frame.code < 0x8000  # the codes that a binary header can have
+        data = encode(frame)
+        with self._sending:
+            if self.lost is not None:
+                raise _NotSentError(self.lost)
+            try:
+                if call is not None:
+                    self.waiting[frame.opaque] = call
+                self._socket.sendall(data)
+            except BaseException as error:
+                self.fail(f"sending failed: {error!r}")
+                raise
+
+    def wait(self, call: _Waiting) -> Frame | None:
+        """Return the answer to a request that was sent, or None if the line is lost before."""
+        while call.answer is None and self.lost is None:
+            if not self.read_until(lambda: call.answer is not None):
+                call.bell.wait()
+        return call.answer
+
+    def read_until(self, done: Callable[[], bool]) -> bool:
+        """Read for all until `done()` or the line is lost. Return False at once if another thread reads."""
+        try:
+            if not self._turn.acquire(False):
+                return False
+            while self.lost is None and not done():
+                self._read()
+            return True
+        finally:
+            if self._turn.is_held_here:
+                self._turn.release()
+                # Somebody has to read on. A thread that is about to wait finds its bell rung.
+                with suppress(RuntimeError):  # it has changed: whoever has changed it looks for the turn
+                    for other in self.waiting.values():
+                        if other.answered is None:
+                            other.bell.ring()
+                            break
+                    else:
+                        self._connection.wake()
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(_RECEIVE_BYTES)
+            if not data:
+                self.fail("the server has closed it")
+                return
+            self._received_s, self._pinged = time.monotonic(), False
+            self._reader.feed(data)
+            for frame in self._reader:
+                self._take(frame)
+        except TimeoutError:
+            self._ping()
+        except (OSError, FormatError) as error:
+            self.fail(str(error))
+        except BaseException:
+            self.fail("reading was interrupted")
+            raise
+
+    def _ping(self) -> None:
+        if self._pinged:
+            self.fail(f"nothing was received for {time.monotonic() - self._received_s:.1f} s")
+            return
+        self._pinged = True
+        with suppress(OSError):
+            self.send(_Waiting(Frame(self._connection.ping), lambda answer: None, False))
+
+    def _take(self, frame: Frame) -> None:
+        if not frame.is_response:
+            self._connection.requested(frame)
+        elif (call := self.waiting.pop(frame.opaque, None)) is None:
+            pass  # it was withdrawn
+        elif call.answered is None:
+            call.answer = frame
+            call.bell.ring()
+        else:
+            self._connection.call_back(call, frame)
+
+    def has_parked(self) -> bool:
+        """Return True if an answer is awaited for which no thread waits."""
+        with suppress(RuntimeError):  # it has changed
+            return any(call.answered is not None for call in self.waiting.values())
+        return True
+
+    def is_gone(self) -> bool:
+        """Return True if the line is lost, or the server has closed it and nobody has read that yet."""
+        if self.lost is None and time.monotonic() - self._received_s > _STALE_S and not self.waiting:
+            with suppress(OSError, ValueError):
+                if select.select([self._socket], [], [], 0)[0] and not self._socket.recv(1, socket.MSG_PEEK):
+                    self.fail("the server has closed it")
+        return self.lost is not None
+
+    def fail(self, why: str) -> None:
+        """End the line. Callers that wait get no answer, and what is parked is handed to the connection."""
+        if self.lost is not None:
+            return
+        self.lost = why
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the `recv` of another thread
+        self._socket.close()
+        while self.waiting:
+            with suppress(KeyError):
+                _, call = self.waiting.popitem()
+                if call.answered is None:
+                    call.bell.ring()
+                else:
+                    self._connection.take_over(call)
+        self._connection.wake()
+
+    def forget(self) -> None:
+        """Close the file of a forked child, and leave the connection to the parent."""
+        with suppress(OSError):
+            os.close(self._socket.detach())
+
+
+class Connection:
+    """The connection of a process to one server. Thread-safe."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float = 10.0,
+        ping: int = 31001,
+        greet: Callable[[Callable[[Frame], Frame]], object] = lambda ask: None,
+        requested: Callable[[Frame], object] = lambda frame: None,
+        frame_bytes: int = 64 << 20,
+    ) -> None:
+        """Prepare a connection to `address` (`address_of`). The first call opens it.
+
+        `ping` is the code of a request that any server answers, if only by an error. `greet(ask)` is called with each
+        new line, before anything else is sent on it: `ask(frame)` returns an answer. `requested` takes the requests of
+        the server, in the thread that reads: it must not block."""
+        self.address = address
+        self.frame_bytes = frame_bytes
+        self.ping = ping
+        self._to = address_of(address)
+        self._timeout_s = timeout_s
+        self._greet = greet
+        self.requested = requested
+        self._start()
+        _connections.add(self)
+
+    def _start(self) -> None:
+        self._line: _Line | None = None
+        self._opening = Lock()
+        self._failure: tuple[float, ConnectionLostError] | None = None
+        self._again: list[_Waiting] = []
+        """Parked calls whose line was lost."""
+        self._bell = Bell()
+        self._thread: threading.Thread | None = None
+        self._thread_lock = Lock()
+        self.closed = False
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Open the connection now. Raises ConnectionLostError after one attempt, and what `greet` raises."""
+        self._open_line(time.monotonic())
+
+    def call(
+        self, code: int, body: bytes = b"", *, fields: dict[str, str] | None = None, repeat: bool = False
+    ) -> Frame:
+        """Send a request and return its answer, whatever its code is. With `repeat` it is sent again if the line is
+        lost meanwhile. Raises ConnectionLostError, and StoreClosedError after `close`."""
+        call = _Waiting(Frame(code, fields or {}, body), None, repeat)
+        until_s = time.monotonic() + self._timeout_s
+        while True:
+            line = self._open_line(until_s)
+            try:
+                line.send(call)
+                if (answer := line.wait(call)) is not None:
+                    return answer
+            except _NotSentError:
+                continue
+            except OSError:
+                pass  # the line is lost
+            finally:
+                if call.answer is None:
+                    line.waiting.pop(call.frame.opaque, None)
+            self._check_open()
+            if not repeat:
+                raise ConnectionLostError(
+                    f"the connection to {self.address} was lost ({line.lost}): the call is perhaps done",
+                    sent=True,
+                )
+            until_s = time.monotonic() + self._timeout_s
+
+    def park(
+        self,
+        code: int,
+        answered: Answered,
+        body: bytes = b"",
+        *,
+        fields: dict[str, str] | None = None,
+        repeat: bool = True,
+    ) -> object:
+        """Send a request, and have `answered` called with its answer, in the thread that reads. Return a handle for
+        `withdraw`. Raises ConnectionLostError if there is no line, and StoreClosedError."""
+        call = _Waiting(Frame(code, fields or {}, body), answered, repeat)
+        while True:
+            line = self._open_line(time.monotonic() + self._timeout_s)
+            try:
+                line.send(call)
+            except _NotSentError:
+                continue
+            except OSError:
+                pass  # it has been handed over, to be sent again
+            break
+        self._attend()
+        return call
+
+    def withdraw(self, handle: object) -> int | None:
+        """Forget a parked call. Return its number, by which the server knows it, or None if it is answered, or about to
+        be."""
+        assert isinstance(handle, _Waiting)
+        with suppress(ValueError):
+            self._again.remove(handle)
+            return 0
+        line = self._line
+        found = None if line is None else line.waiting.pop(handle.frame.opaque, None)
+        if found is not None and found is not handle:  # of another line
+            line.waiting[handle.frame.opaque] = found  # type: ignore[union-attr]
+            return None
+        return None if found is None else handle.frame.opaque
+
+    def tell(self, code: int, body: bytes = b"", *, flag: int = 2, opaque: int = 0) -> None:
+        """Send a request or answer that nobody answers, if there is a line."""
+        line = self._line
+        if line is not None:
+            with suppress(OSError):
+                line.tell(Frame(code, {}, body, flag=flag, opaque=opaque))
+
+    def close(self) -> None:
+        """End the connection. Calls that wait raise StoreClosedError. What is parked is forgotten."""
+        self.closed = True
+        self._again = []
+        if self._line is not None:
+            self._line.fail("it was closed")
+        self._bell.ring()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(self._timeout_s)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise StoreClosedError(f"the connection to {self.address} is closed; connect again")
+
+    # -- lines ------------------------------------------------------------------------------------------------------
+
+    def _open_line(self, until_s: float) -> _Line:
+        """Return the line. Without one, open it until `until_s`. Raises ConnectionLostError."""
+        line = self._line
+        if line is not None and not line.is_gone():
+            return line
+        asked_s = time.monotonic()
+        with self._opening:
+            self._check_open()
+            line = self._line
+            if line is not None and line.lost is None:
+                return line
+            if self._failure is not None and self._failure[0] > asked_s:
+                raise self._failure[1]  # another thread has tried meanwhile
+            pause_s = _PAUSE_MIN_S
+            while True:
+                try:
+                    self._line = line = self._opened()
+                    return line
+                except (OSError, FormatError) as error:
+                    if self.closed or (isinstance(error, MQStoreError) and not isinstance(error, ConnectionLostError)):
+                        raise
+                    if time.monotonic() + pause_s > until_s:
+                        failure = ConnectionLostError(
+                            f"there is no server at {self.address}: {getattr(error, 'strerror', None) or error}",
+                            sent=False,
+                        )
+                        self._failure = time.monotonic(), failure
+                        raise failure from error
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+
+    def _opened(self) -> _Line:
+        family = socket.AF_UNIX if isinstance(self._to, str) else socket.AF_INET
+        if isinstance(self._to, str):
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock.settimeout(self._timeout_s)
+            sock.connect(self._to)
+        else:
+            sock = socket.create_connection(self._to, self._timeout_s)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.settimeout(self._timeout_s / 2)
+        line = _Line(self, sock)
+
+        def ask(frame: Frame) -> Frame:
+            call = _Waiting(frame, None, False)
+            line.send(call)
+            answer = line.wait(call)
+            if answer is None:
+                raise ConnectionResetError(line.lost)
+            return answer
+
+        try:
+            self._greet(ask)
+        except BaseException:
+            line.fail("the greeting failed")
+            raise
+        return line
+
+    def forget_line(self) -> None:
+        """Begin anew in a forked child."""
+        line = self._line
+        closed = self.closed
+        self._start()
+        self.closed = closed
+        if line is not None:
+            line.forget()
+
+    # -- what is parked ---------------------------------------------------------------------------------------------
+
+    def call_back(self, call: _Waiting, answer: Frame | None) -> None:
+        """Call the function of a parked call."""
+        try:
+            assert call.answered is not None
+            call.answered(answer)
+        except Exception:
+            _log.exception("%s: the callback of an answer failed", self.address)
+
+    def take_over(self, call: _Waiting) -> None:
+        """Keep a parked call of a lost line for the next one."""
+        if call.repeat and not self.closed:
+            self._again.append(call)
+        else:
+            self.call_back(call, None)
+
+    def wake(self) -> None:
+        """Have the background thread, if there is one, look whether it must read."""
+        self._bell.ring()
+
+    def _attend(self) -> None:
+        """Have the background thread read, unless a caller does."""
+        with self._thread_lock:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._read_on, name="mqstore-connection", daemon=True)
+                self._thread.start()
+        self._bell.ring()
+
+    def _read_on(self) -> None:
+        pause_s = _PAUSE_MIN_S
+        while not self.closed:
+            line = self._line
+            if line is not None and line.lost is None:
+                pause_s = _PAUSE_MIN_S
+                if not line.has_parked() or not line.read_until(lambda line=line: not line.has_parked()):  # type: ignore[misc]
+                    self._bell.wait()
+                continue
+            if not self._again:
+                self._bell.wait()
+                continue
+            try:
+                line = self._open_line(time.monotonic())
+                again, self._again = self._again, []
+                for call in again:
+                    line.send(call)
+            except (OSError, MQStoreError) as error:
+                _log.debug("%s: %s", self.address, error)
+                self._bell.wait(pause_s)
+                pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+
+
+def _begin_child() -> None:
+    for connection in list(_connections):
+        connection.forget_line()
+
+
+os.register_at_fork(after_in_child=_begin_child)
