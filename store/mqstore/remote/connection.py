@@ -7,12 +7,12 @@ Whoever has the turn reads for all: the first caller that waits. Others wait for
 exists only while something is parked, and reads when no caller does.
 
     nothing received for `timeout_s` while somebody waits: a ping is sent after half of it, then the line is lost
-    lost   -> calls that may be repeated, and all that is parked, are sent again on the next line
+    lost   -> calls that may be repeated, and parked ones, are sent again on the next line
            -> other calls raise ConnectionLostError: they are done, or not
     no line within `timeout_s`, with pauses of 0.1 to 5 s -> ConnectionLostError: nothing was sent
     fork   -> the first call of the child opens a line of its own
 
-Whatever interrupts the sending or reading of bytes, as Ctrl-C does, ends the line: the next byte would mean anything.
+Whatever interrupts sending or reading, as Ctrl-C does, ends the line, because the next byte could mean anything.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class _Line:
         return self.lost is not None
 
     def fail(self, why: str) -> None:
-        """End the line. Callers that wait get no answer, and what is parked is handed to the connection."""
+        """End the line. Callers that wait get no answer, and parked calls are handed to the connection."""
         if self.lost is not None:
             return
         self.lost = why
@@ -266,7 +266,7 @@ class Connection:
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Open the connection now. Raises ConnectionLostError after one attempt, and what `greet` raises."""
+        """Open the connection now. Raises ConnectionLostError after one attempt, and the errors of `greet`."""
         self._open_line(time.monotonic())
 
     def call(
@@ -343,7 +343,7 @@ class Connection:
                 line.tell(Frame(code, {}, body, flag=flag, opaque=opaque))
 
     def close(self) -> None:
-        """End the connection. Calls that wait raise StoreClosedError. What is parked is forgotten."""
+        """End the connection. Calls that wait raise StoreClosedError. Parked calls are forgotten."""
         self.closed = True
         self._again = []
         if self._line is not None:
@@ -426,7 +426,7 @@ class Connection:
         if line is not None:
             line.forget()
 
-    # -- what is parked ---------------------------------------------------------------------------------------------
+    # -- parked calls -------------------------------------------------------------------------------------------------
 
     def call_back(self, call: _Waiting, answer: Frame | None) -> None:
         """Call the function of a parked call."""

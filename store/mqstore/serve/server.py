@@ -32,7 +32,7 @@ from mqstore.errors import (
 )
 from mqstore.remoting.codes import GO_AWAY, NOT_SUPPORTED, REQUESTS, Code, values_of
 from mqstore.remoting.frames import FRAME_BYTES_MAX, ONE_WAY, Frame
-from mqstore.serve import groups, pull, routes, send, transactions
+from mqstore.serve import groups, own, pull, routes, send, transactions
 from mqstore.serve.connection import Call, Connection, address_of
 from mqstore.serve.registry import Registry
 
@@ -44,7 +44,7 @@ _log = logging.getLogger("mqstore")
 Result = TypeVar("Result")
 Handler = Callable[["Server", Call], None]
 _HANDLERS: Final[Mapping[int, Handler]] = dict(
-    chain.from_iterable(room.HANDLERS.items() for room in (routes, send, pull, groups, transactions))
+    chain.from_iterable(room.HANDLERS.items() for room in (routes, send, pull, groups, transactions, own))
 )
 _CODES: Final[Mapping[type[Exception], int]] = {
     OffsetOutOfRangeError: ResultCode.INVALID_PARAMETER,  # its own code makes a client that pulls move its offset
@@ -124,6 +124,7 @@ class Server:
         self._sweeper: asyncio.TimerHandle | None = None
         self._opaque = 1 << 20
         self._worker = ThreadPoolExecutor(1, "mqstore-serve")
+        self.own = own.Own(self)
 
     async def __aenter__(self) -> Server:
         await self.start()
@@ -139,6 +140,7 @@ class Server:
         self._sweeper = self.loop.call_later(_SWEEP_S, self._sweep)
         self.broker.transactions.on_check(None, partial(transactions.ask, self))
         self.broker.listen("topics", self.turns.forget)
+        self.own.start()
 
     async def stop(self) -> None:
         """Accept nothing more, answer what waits, and disconnect every client. The store stays open."""
@@ -159,6 +161,7 @@ class Server:
             await asyncio.sleep(0.01)
         for connection in list(self._connections):
             connection.close()
+        self.own.stop()
         await self._listener.wait_closed()
         self._listener = None
         self._worker.shutdown()
@@ -192,6 +195,7 @@ class Server:
         """Forget a connection, and the clients that it has been the connection of."""
         self._connections.discard(connection)
         self._unheard.pop(connection, None)
+        self.own.leave(connection)
         for client_id in list(connection.client_ids):
             self._gone(client_id, connection)
 

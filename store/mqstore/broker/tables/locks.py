@@ -117,7 +117,8 @@ class QueueLocks:
 
     def end_work(self, group: str, queue: QueueRef) -> None:
         with self._mutex:
-            self._leases[group][queue].at_work = False
+            if (lease := self._leases.get(group, {}).get(queue)) is not None:
+                lease.at_work = False
 
     def unlock_batch(self, group: str, queues: Iterable[QueueRef], client_id: str) -> set[QueueRef]:
         """Release the locks of `client_id` on `queues`, expired ones included. Return the released ones.
@@ -133,6 +134,20 @@ class QueueLocks:
         if released:
             notify(self.on_release, group, "have released locks")
         return released
+
+    def drop(self, client_id: str) -> None:
+        """Release all locks of a client that has ended, those at work included."""
+        with self._mutex:
+            held = {
+                group: [queue for queue, lease in leases.items() if lease.client_id == client_id]
+                for group, leases in self._leases.items()
+            }
+            for group, queues in held.items():
+                for queue in queues:
+                    del self._leases[group][queue]
+        for group, queues in held.items():
+            if queues:
+                notify(self.on_release, group, "have released locks")
 
     def forget(self, group: str) -> None:
         """Forget the locks of a deleted group, unless one is at work."""

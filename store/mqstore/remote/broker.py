@@ -1,0 +1,405 @@
+"""The engine contract over a connection, by the table of calls (`remoting/calls.py`).
+
+A call of a method is a request, and its result the answer. By hand are only
+
+    put, put_async        a message with a unique key is put again after a lost connection, and stored once
+    add_waiter, ...       parked calls: the answer calls back
+    listen, on_check      callbacks of this process, called in threads of their own
+    topics                the settings of a topic are kept until the server says that it has changed
+    local_offsets         files of this machine
+    begun                 no notes: nobody knows here which message ended a process
+
+After a new connection members, checks and news are registered again, before anything else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import queue
+import secrets
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import FunctionType, SimpleNamespace
+from typing import Any, Final
+
+from mqstore.broker.filters.filter import Filter, parse_filter
+from mqstore.broker.redelivery.attempt_journal import UNREAD
+from mqstore.broker.redelivery.dead_letters import DeadLetters
+from mqstore.broker.tables.localoffsets import LocalOffsets
+from mqstore.clock import SYSTEM_CLOCK
+from mqstore.contract import BrokerContract, Event, OffsetCalls, Suspects, Waiter
+from mqstore.errors import ConfigError, ConnectionLostError, MQStoreError, StoreClosedError
+from mqstore.files.filesystem import REAL
+from mqstore.log.commitlog import SendReceipt
+from mqstore.log.message import Message
+from mqstore.log.writing.outgoing import Body
+from mqstore.options import Duration, StoreConfig
+from mqstore.remote.connection import Connection
+from mqstore.remote.letters import RemoteLetters
+from mqstore.remoting.calls import CALLS, CHECK, NEWS, PROTOCOL, TABLES, Call, error_of
+from mqstore.remoting.codes import NOT_SUPPORTED
+from mqstore.remoting.frames import Frame
+from mqstore.remoting.values import loads, message_of
+from mqstore.signalsafe import Future
+
+_log = logging.getLogger("mqstore")
+
+_DELAYS: Final = ("delay", "deliver_at", "delay_level")
+"""Options with which a message is not found by its unique key before its time."""
+_CACHED: Final = frozenset({"topics.get", "topics.entered", "topics.require", "topics.for_send"})
+
+
+class _Later:
+    """Calls in a thread of their own, one after the other."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, work: Callable[[], object]) -> None:
+        self._calls.put(work)
+        if self._thread is None or not self._thread.is_alive():  # the first time, and in a forked child
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while (work := self._calls.get()) is not None:
+            try:
+                work()
+            except Exception as error:
+                if not isinstance(error, ConnectionLostError | StoreClosedError):
+                    _log.exception("%s: a callback failed", self._name)
+
+    def end(self) -> None:
+        """End the thread after its present call."""
+        self._calls.put(None)
+
+
+class _Table:
+    """Calls of one table of the broker: topics, groups, members, locks, transactions, the log."""
+
+    def __init__(self, table: str, method: Callable[[str], Callable[..., Any]]) -> None:
+        for name, call in CALLS.items():
+            if call.table == table:
+                setattr(self, call.method, method(name))
+
+
+class _NoNotes:
+    """Attempt notes that nobody keeps."""
+
+    def __init__(self) -> None:
+        self.suspects = Suspects()
+
+    def open(self, group: str, workers: int, cells: int) -> Any:
+        return SimpleNamespace(workers=[UNREAD] * workers, close=lambda: None)
+
+
+class RemoteBroker(BrokerContract):
+    """Delivery by the broker of a server. Thread-safe."""
+
+    def __init__(self, address: str, *, timeout_s: float = 10.0) -> None:
+        """Connect. Raises ConnectionLostError, and ConfigError for a server of another protocol."""
+        self.clock = SYSTEM_CLOCK
+        self.own_clock = False
+        self.shared = {}
+        self._sender = None
+        self.pop_at_once = lambda *args: []
+        self.ack_at_once = lambda *args: 0
+        self.has_room = lambda size: False
+        self.begun = _NoNotes()
+        self._client = secrets.token_hex(8)
+        self._listeners: dict[str, list[Callable[..., object]]] = {}
+        self._checks: dict[str | None, Callable[[Message], Any]] = {}
+        self._session: dict[tuple[str, ...], tuple[Call, bytes]] = {}
+        """Requests to repeat on each new connection, by their subject."""
+        self._topics: dict[tuple[str, str], Any] = {}
+        self._news, self._asked = _Later("mqstore-news"), _Later("mqstore-checks")
+        self._greeted = False
+        tables: Any = {table: _Table(table, self._forwarded) for table in TABLES}
+        vars(self).update({table: tables[table] for table in ("topics", "groups", "members", "locks", "transactions")})
+        self.log: Any = tables["log"]
+        self.save_offsets = self._forwarded("save_offsets")
+        tables["members"].register = self._register
+        tables["members"].unregister = self._unregister
+        tables["transactions"].on_check = self._on_check
+        self._connection = Connection(
+            address,
+            timeout_s=timeout_s,
+            ping=CALLS["session.ping"].code,
+            greet=self._greet,
+            requested=self._requested,
+        )
+        self._connection.open()
+
+    # -- the connection ---------------------------------------------------------------------------------------------
+
+    def _greet(self, ask: Callable[[Frame], Frame]) -> None:
+        call = CALLS["session.hello"]
+        answer = ask(Frame(call.code, {}, call.request({"protocol": PROTOCOL, "client": self._client})))
+        if answer.code == NOT_SUPPORTED:
+            raise ConfigError(
+                f"{self._connection.address} is not a server of mqstore; for a cluster of Apache RocketMQ see the docs"
+            )
+        welcome = _result(call, answer)
+        self.name, self.limits, self.durability = welcome.name, welcome.limits, welcome.durability
+        self._store_id = welcome.store_id or hashlib.sha256(welcome.name.encode()).hexdigest()[:32]
+        self._topics.clear()
+        for of, (again, body) in list(self._session.items()):
+            answer = ask(Frame(again.code, {}, body))
+            if answer.code:
+                _log.warning("%s: %s cannot be repeated: %s", self.name, " ".join(of), answer.remark)
+        if self._greeted:
+            _log.info("%s: connected again to %s", self.name, self._connection.address)
+            for kind, group, *_ in list(self._session):
+                if kind == "member":  # others may have come and gone
+                    self._happened("members", group)
+        self._greeted = True
+
+    def _requested(self, frame: Frame) -> None:
+        """Take a request of the server, in the thread that reads."""
+        value, blobs = loads(frame.body)
+        if frame.code == NEWS:
+            event, name = value
+            if event == "topics":
+                for key in [key for key in list(self._topics) if key[1] == name]:
+                    self._topics.pop(key, None)
+            self._happened(event, name)
+        elif frame.code == CHECK:
+            self._asked(partial(self._answer_check, message_of(value, blobs)))
+
+    def _happened(self, event: str, name: str) -> None:
+        for listener in tuple(self._listeners.get(event, ())):
+            self._news(partial(listener, name))
+
+    def _call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        call = CALLS[name]
+        return _result(
+            call, self._connection.call(call.code, call.request(call.given(args, options)), repeat=call.repeat)
+        )
+
+    def _forwarded(self, name: str) -> Callable[..., Any]:
+        if name in _CACHED:
+            return self._cached(name)
+        return lambda *args, **options: self._call(name, args, options)
+
+    def _cached(self, name: str) -> Callable[[str], Any]:
+        def call(topic: str) -> Any:
+            found = self._topics.get((name, topic))
+            if found is None:
+                self._hear("topics")
+                found = self._call(name, (topic,), {})
+                if found is not None:
+                    self._topics[name, topic] = found
+            return found
+
+        return call
+
+    def _keep(self, key: tuple[str, ...], name: str, given: dict[str, Any]) -> Any:
+        """Call, and repeat the call on each new connection."""
+        call = CALLS[name]
+        body = call.request(given)
+        result = _result(call, self._connection.call(call.code, body, repeat=True))
+        self._session[key] = call, body
+        return result
+
+    def _hear(self, event: Event) -> None:
+        if ("news", event) not in self._session:
+            self._keep(("news", event), "session.listen", {"event": event})
+
+    # -- members that the table does not make ------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        return self._connection.closed
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise StoreClosedError(f"the connection to {self._connection.address} is closed; connect again")
+
+    def listen(self, event: Event, callback: Callable[..., object]) -> None:
+        listeners = self._listeners.setdefault(event, [])
+        if callback not in listeners:
+            listeners.append(callback)
+        if event != "save":
+            self._hear(event)
+
+    def unlisten(self, event: Event, callback: Callable[..., object]) -> None:
+        with suppress(ValueError):
+            self._listeners.get(event, []).remove(callback)
+
+    def _register(self, *args: Any, **options: Any) -> Any:
+        given = CALLS["members.register"].given(args, options)
+        return self._keep(("member", given["group"], given["client_id"]), "members.register", given)
+
+    def _unregister(self, *args: Any, **options: Any) -> Any:
+        given = CALLS["members.unregister"].given(args, options)
+        left = self._call("members.unregister", (), given)
+        if left:
+            self._session.pop(("member", given["group"], given["client_id"]), None)
+        return left
+
+    def _on_check(self, producer_group: str | None, callback: Callable[[Message], Any] | None) -> None:
+        key = ("check", str(producer_group))
+        given = {"producer_group": producer_group, "on": callback is not None}
+        if callback is not None:
+            self._checks[producer_group] = callback
+            self._keep(key, "session.check", given)
+        else:
+            self._checks.pop(producer_group, None)
+            self._session.pop(key, None)
+            self._call("session.check", (), given)
+
+    def _answer_check(self, message: Message) -> None:
+        group = message.stored_properties().get("PGROUP")
+        callback = self._checks.get(group) or self._checks.get(None)
+        if callback is None:
+            return
+        try:
+            answer = callback(message)
+        except Exception:
+            _log.exception("%s: the check of transaction %r failed", self.name, message.unique_key)
+            answer = None
+        self._call("session.checked", (message.unique_key, answer), {})
+
+    def put(self, topic: str, body: Body, *, queue_id: int | None = None, **options: Any) -> SendReceipt:
+        call = CALLS["put"]
+        given = {"topic": topic, "body": body, "queue_id": queue_id, **options}
+        data = call.request(given)
+        try:
+            answer = self._connection.call(call.code, data)
+        except ConnectionLostError as lost:
+            if not lost.sent or not _may_repeat(given):
+                raise
+            answer = self._connection.call(call.code, data, fields={"again": "1"}, repeat=True)
+        receipt: SendReceipt = _result(call, answer)
+        return receipt
+
+    def put_async(self, topic: str, body: Body, *, queue_id: int | None = None, **options: Any) -> Future[SendReceipt]:
+        call = CALLS["put"]
+        given = {"topic": topic, "body": body, "queue_id": queue_id, **options}
+        data = call.request(given)
+        future: Future[SendReceipt] = Future()
+
+        def answered(answer: Frame | None) -> None:
+            if answer is not None:
+                _settle(future, lambda: _result(call, answer))
+            elif _may_repeat(given) and not self.closed:
+                self._news(again)
+            else:
+                future.set_exception(self._lost())
+
+        def again() -> None:
+            try:
+                self._connection.park(call.code, last, data, fields={"again": "1"})
+            except MQStoreError as error:
+                future.set_exception(error)
+
+        def last(answer: Frame | None) -> None:
+            if answer is None:
+                future.set_exception(self._lost())
+            else:
+                _settle(future, lambda: _result(call, answer))
+
+        self._connection.park(call.code, answered, data, repeat=False)
+        return future
+
+    def _lost(self) -> ConnectionLostError:
+        address = self._connection.address
+        return ConnectionLostError(f"the connection to {address} was lost: the message is perhaps stored", sent=True)
+
+    def send_back(self, group: str, message: Any, **options: Any) -> SendReceipt:
+        offset = message if isinstance(message, int) else message.physical_offset
+        receipt: SendReceipt = self._call("send_back", (group, offset), options)
+        return receipt
+
+    def filter(self, expression: str, kind: str = "TAG") -> Filter | None:
+        return parse_filter(expression, kind)
+
+    def add_waiter(self, *args: Any, **options: Any) -> Waiter:
+        waiter: Waiter = self._park("add_waiter", args, options)
+        return waiter
+
+    def add_pop_waiter(self, *args: Any, **options: Any) -> Waiter:
+        waiter: Waiter = self._park("add_pop_waiter", args, options)
+        return waiter
+
+    def _park(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        call = CALLS[name]
+        given = call.given(args, options)
+        callback = given.pop("callback")
+
+        def answered(answer: Frame | None) -> None:
+            if answer is None:  # closed, or there is no server any more: a read says so
+                callback(not self.closed)
+            else:  # after an error, a read raises it, too
+                callback(answer.code != 0 or _result(call, answer))
+
+        return self._connection.park(call.code, answered, call.request(given))
+
+    def remove_waiter(self, waiter: Any) -> bool:
+        number = self._connection.withdraw(waiter)
+        if number:
+            call = CALLS["session.withdraw"]
+            self._connection.tell(call.code, call.request({"number": number}))
+        return number is not None
+
+    def local_offsets(self, client_id: str, group: str) -> OffsetCalls:
+        folder: Any = SimpleNamespace(
+            path=Path.home() / ".mqstore" / "offsets" / self._store_id,
+            mode="rw",
+            fs=REAL,
+            clock=self.clock,
+            config=StoreConfig(),
+            flush=lambda: None,  # a server's log is no part of these files
+            check_open=self.check_open,
+        )
+        folder.path.mkdir(parents=True, exist_ok=True)
+        return LocalOffsets(folder, client_id, group)
+
+    def dead_letters(self, group: str) -> DeadLetters:
+        return RemoteLetters(self._call, group)
+
+    def saved(self, work: Callable[[], Any]) -> Any:
+        for listener in tuple(self._listeners.get("save", ())):
+            listener()
+        self.save_offsets()
+        return work()
+
+    def close(self, timeout: Duration = 30) -> None:
+        self._connection.close()
+        self._news.end()
+        self._asked.end()
+
+
+def _result(call: Call, answer: Frame) -> Any:
+    if answer.code:
+        raise error_of(answer.code, answer.remark, answer.body)
+    return call.result(answer.body)
+
+
+def _settle(future: Future[Any], result: Callable[[], Any]) -> None:
+    try:
+        future.set_result(result())
+    except Exception as error:
+        future.set_exception(error)
+
+
+def _may_repeat(given: dict[str, Any]) -> bool:
+    return given.get("unique_key") is not None and all(given.get(name) is None for name in _DELAYS)
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def call(self: RemoteBroker, *args: Any, **options: Any) -> Any:
+        return self._call(name, args, options)
+
+    return call
+
+
+for _name, _member in vars(BrokerContract).items():
+    if isinstance(_member, FunctionType) and not _name.startswith("_") and _name not in vars(RemoteBroker):
+        setattr(RemoteBroker, _name, _method(_name))

@@ -1,0 +1,70 @@
+"""Dead letters of a group of another process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
+
+from mqstore.broker.names import dlq_topic
+from mqstore.broker.redelivery.dead_letters import DeadLetters, Replay, _Letter
+from mqstore.errors import ConfigError
+from mqstore.log.message import Message
+
+_PAGE: Final = 256
+
+
+class RemoteLetters(DeadLetters):
+    """Dead letters of one group, read a page at a time. Functions are applied here."""
+
+    def __init__(self, call: Callable[[str, tuple[Any, ...], dict[str, Any]], Any], group: str) -> None:
+        if not isinstance(group, str):
+            raise ConfigError(f"group must be a str, not {type(group).__name__}")
+        self.group = group
+        self.topic = dlq_topic(group)
+        self._call = call
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        bounds: tuple[int, int] = self._call("letters.bounds", (self.group,), {})
+        return bounds
+
+    def __len__(self) -> int:
+        return int(self._call("letters.count", (self.group,), {}))
+
+    def select(
+        self,
+        *,
+        offsets: Iterable[int] | None = None,
+        start_ms: int | None = None,
+        stop_ms: int | None = None,
+        where: Callable[[Message], bool] | None = None,
+    ) -> Iterator[Message]:
+        chosen = range(*self.bounds) if offsets is None else sorted(set(offsets))
+        pages = (chosen[at : at + _PAGE] for at in range(0, len(chosen), _PAGE))
+        options = {"start_ms": start_ms, "stop_ms": stop_ms}
+        letters = (
+            _Letter(message._batch, message._start, message.offset)
+            for page in pages
+            for message in self._call("letters.select", (self.group,), {"offsets": list(page), **options})
+        )
+        return letters if where is None else filter(where, letters)
+
+    def replay(
+        self,
+        offsets: Iterable[int | Message] | None = None,
+        *,
+        start_ms: int | None = None,
+        stop_ms: int | None = None,
+        where: Callable[[Message], bool] | None = None,
+        **options: Any,
+    ) -> Replay:
+        chosen = None if offsets is None else [each.offset if isinstance(each, Message) else each for each in offsets]
+        if where is not None:
+            letters = self.select(offsets=chosen, start_ms=start_ms, stop_ms=stop_ms, where=where)
+            chosen = [letter.offset for letter in letters]
+        times = {"start_ms": start_ms, "stop_ms": stop_ms}
+        replay: Replay = self._call("letters.replay", (self.group,), {"offsets": chosen, **times, **options})
+        return replay
+
+    def purge(self, **options: Any) -> int:
+        return int(self._call("letters.purge", (self.group,), options))

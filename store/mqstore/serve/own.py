@@ -1,0 +1,458 @@
+"""Calls of mqstore's own clients: the contract by the table in `remoting/calls.py` (remoting-server, section 12).
+
+hello       begins a session: one connection of one process. Its older connections are ended
+calls       in the loop; those that wait for the disk in a thread; those that wait for a message are parked
+news        events that the session listens to
+checks      the engine asks about a half message -> CHECK to a producer's session -> `checked` -> the engine asks again
+end         the connection closes: its members, queue locks and waiters go with it
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
+
+from mqstore.broker.opening import CONFIG_CHECKS, findings
+from mqstore.contract import NOT_ASKED, DeadLetters, Event, NobodyAsked
+from mqstore.errors import ConfigError
+from mqstore.layout.hosts import encode_host
+from mqstore.log.commitlog import QueueRef, SendReceipt
+from mqstore.log.message import Message
+from mqstore.log.recovery.report import Finding
+from mqstore.log.snapshot.copy import SnapshotReport, snapshot_store
+from mqstore.remoting.calls import (
+    BY_CODE,
+    CHECK,
+    NEWS,
+    PROTOCOL,
+    Welcome,
+    code_of,
+    error_body,
+    is_known,
+)
+from mqstore.remoting.calls import (
+    Call as Spec,
+)
+from mqstore.remoting.frames import Frame
+from mqstore.remoting.values import codec_of, dumps
+
+if TYPE_CHECKING:
+    from mqstore.broker.broker import Broker
+    from mqstore.serve.connection import Call, Connection
+    from mqstore.serve.server import Handler, Server
+
+Given = dict[str, Any]
+_EVENTS: Final[tuple[Event, ...]] = ("topics", "members", "locks")
+_THREADS: Final = 4
+_BUSY_MS: Final = 1_000
+"""Delay of an answer that cannot wait, for a client that would ask again at once."""
+_WAITED_MAX: Final = 1_000
+_MESSAGE: Final = codec_of(Message)
+
+
+@dataclass(eq=False)
+class _Session:
+    """A connection of an own client."""
+
+    connection: Connection
+    client: str
+    events: set[Event] = field(default_factory=set)
+    members: dict[tuple[str, str], str | None] = field(default_factory=dict)
+    """Owner by group and client id of its members."""
+    clients: set[str] = field(default_factory=set)
+    """Client ids that may hold queue locks."""
+    working: set[tuple[str, QueueRef]] = field(default_factory=set)
+    """Locks at work."""
+    groups: set[str] = field(default_factory=set)
+    """Producer groups that it answers checks of."""
+    waits: dict[int, Call] = field(default_factory=dict)
+    """Parked calls by number."""
+    receives: set[tuple[str, str, int]] = field(default_factory=set)
+    """Group, topic and queue of its waits for a pop."""
+
+
+class Own:
+    """Sessions of a server. For the loop's thread, unless a method says otherwise."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._broker: Broker = server.broker
+        self._sessions: dict[Connection, _Session] = {}
+        self._pool = ThreadPoolExecutor(_THREADS, "mqstore-own")
+        self._answers: dict[str, bool | NobodyAsked | None] = {}
+        """Answers to checks, until the engine asks again. The housekeeper takes them."""
+        self._listeners = {event: partial(self._happened, event) for event in _EVENTS}
+        broker = self._broker
+        self._objects: Mapping[str, Any] = {
+            "": broker,
+            "topics": broker.topics,
+            "groups": broker.groups,
+            "members": broker.members,
+            "locks": broker.locks,
+            "transactions": broker.transactions,
+            "letters": _Letters(broker),
+            "log": _Log(broker),
+        }
+        self._special: Mapping[str, Callable[[_Session, Call, Spec, Given], None]] = {
+            "session.listen": self._listen,
+            "session.withdraw": self._withdraw,
+            "session.check": self._check,
+            "session.checked": self._checked,
+            "session.ping": lambda session, call, spec, given: self._reply(call, spec, None),
+            "put": self._put,
+            "pop": self._pop,
+            "add_waiter": self._wait,
+            "add_pop_waiter": self._wait,
+            "members.register": self._register,
+            "members.unregister": self._unregister,
+            "locks.try_lock": self._lock,
+            "locks.try_lock_batch": self._lock,
+            "locks.begin_work": self._begin_work,
+            "locks.end_work": self._end_work,
+        }
+
+    def start(self) -> None:
+        """Listen to the engine."""
+        for event, listener in self._listeners.items():
+            self._broker.listen(event, listener)
+
+    def stop(self) -> None:
+        """End every session."""
+        for event, listener in self._listeners.items():
+            self._broker.unlisten(event, listener)
+        for connection in list(self._sessions):
+            self.leave(connection)
+        self._pool.shutdown()
+
+    def leave(self, connection: Connection) -> None:
+        """End the session of a connection: members, locks, waiters."""
+        session = self._sessions.pop(connection, None)
+        if session is None:
+            return
+        for call in list(session.waits.values()):
+            connection.forget(call)
+        for group in session.groups:
+            self._withdraw_checks(group)
+        for client_id in session.clients:
+            self._broker.locks.drop(client_id)
+        for (group, client_id), owner in session.members.items():
+            self._broker.members.unregister(client_id, group, owner=owner)
+        for group, topic, queue_id in session.receives:  # it may have been woken for a message that it has not popped
+            self._server.try_quietly(partial(self._broker.wake_one, group, topic, queue_id))
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def serve(self, call: Call) -> None:
+        """Serve one call."""
+        spec = BY_CODE[call.frame.code]
+        self._attempt(call, partial(self._begin, call, spec))
+
+    def _begin(self, call: Call, spec: Spec) -> None:
+        given = spec.arguments(call.frame.body)
+        session = self._sessions.get(call.connection)
+        if spec.name == "session.hello":
+            self._hello(call, spec, **given)
+        elif session is None:
+            raise ConfigError(f"{spec.name}: the first call of a connection must be hello")
+        elif (special := self._special.get(spec.name)) is not None:
+            special(session, call, spec, given)
+        else:
+            self._do(call, spec, given, partial(self._method(spec), **given))
+
+    def _method(self, spec: Spec) -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(self._objects[spec.table], spec.method)
+        return found
+
+    def _do(
+        self,
+        call: Call,
+        spec: Spec,
+        given: Given,
+        work: Callable[[], Any],
+        then: Callable[[Any], object] | None = None,
+    ) -> None:
+        """Do `work`, in a thread if it waits for the disk, and then answer with its result."""
+        then = then or partial(self._reply, call, spec)
+        durability = given.get("durability") or self._broker.durability
+        if spec.thread or (spec.has_durability and durability == "flush"):
+            self._server.check_busy(call.connection)
+            self._when_done(call, self._pool.submit(work), then)
+        else:
+            then(work())
+
+    def _when_done(self, call: Call, done: Future[Any], then: Callable[[Any], object]) -> None:
+        if done.done():
+            then(done.result())
+            return
+        answer = partial(self._attempt, call, lambda: then(done.result()))
+        call.connection.park(call, lambda: None)
+        done.add_done_callback(lambda _: self._server.post(partial(self._server.resume, call, answer)))
+
+    def _reply(self, call: Call, spec: Spec, result: Any) -> None:
+        call.reply(body=spec.answer(result))
+
+    def _attempt(self, call: Call, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:
+            if not is_known(error):
+                raise  # the server logs it
+            call.reply(code_of(error), body=error_body(error), remark=str(error)[:1_000])
+
+    # -- sessions ---------------------------------------------------------------------------------------------------
+
+    def _hello(self, call: Call, spec: Spec, protocol: int, client: str) -> None:
+        if protocol != PROTOCOL:
+            raise ConfigError(
+                f"this server speaks number {PROTOCOL} of mqstore's protocol, the client {protocol}: "
+                "install the same version of mqstore on both sides"
+            )
+        for connection in [each for each, session in self._sessions.items() if session.client == client]:
+            # What it has sent and nobody has read must not be done after what the client repeats now.
+            self.leave(connection)
+            if connection is not call.connection:
+                connection.abort("its client has connected again")
+        self._sessions[call.connection] = _Session(call.connection, client)
+        broker = self._broker
+        store_id, now_ms = broker.store.manifest.store_id, broker.clock.now_ms()
+        self._reply(call, spec, Welcome(PROTOCOL, broker.name, store_id, broker.limits, broker.durability, now_ms))
+
+    def _listen(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
+        session.events.add(given["event"])
+        self._reply(call, spec, None)
+
+    def _happened(self, event: Event, name: str) -> None:
+        """Send news, from any thread."""
+        self._server.post(partial(self._send_news, event, name))
+
+    def _send_news(self, event: Event, name: str) -> None:
+        body = dumps([event, name])
+        for session in list(self._sessions.values()):
+            if event in session.events:
+                self._server.notify(session.connection, Frame(NEWS, {}, body))
+
+    def _register(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
+        client_id, group = given["client_id"], given["group"]
+        result = self._broker.members.register(**given)
+        session.members[group, client_id] = given.get("owner")
+        session.clients.add(client_id)
+        self._reply(call, spec, result)
+
+    def _unregister(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
+        result = self._broker.members.unregister(**given)
+        session.members.pop((given["group"], given["client_id"]), None)
+        self._reply(call, spec, result)
+
+    def _lock(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
+        session.clients.add(given["client_id"])
+        self._reply(call, spec, self._method(spec)(**given))
+
+    def _begin_work(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
+        if begun := self._broker.locks.begin_work(**given):
+            session.working.add((given["group"], given["queue"]))
+        self._reply(call, spec, begun)
+
+    def _end_work(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
+        work = given["group"], given["queue"]
+        if work in session.working:  # otherwise the lock was lost with a connection, and may be another client's
+            session.working.discard(work)
+            self._broker.locks.end_work(**given)
+        self._reply(call, spec, None)
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    def _put(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
+        if call.frame.fields.get("again"):
+            self._when_done(call, self._pool.submit(self._put_again, given), partial(self._reply, call, spec))
+        else:
+            self._server.check_busy(call.connection)
+            self._when_done(call, self._broker.put_async(**given), partial(self._reply, call, spec))
+
+    def _put_again(self, given: Given) -> SendReceipt:
+        """Put a message whose answer was lost, unless it is stored."""
+        for message in self._broker.find(given["topic"], unique_key=given["unique_key"], limit=1):
+            return SendReceipt(
+                (
+                    message.queue,
+                    message.offset,
+                    message.physical_offset,
+                    message.size,
+                    message.store_timestamp_ms,
+                    encode_host(message.store_host),
+                    message.unique_key,
+                )
+            )
+        return self._broker.put(**given)
+
+    def _pop(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
+        until_ms = self._server.now_ms() + round(given.pop("poll", 0) * 1_000)
+        given["local"] = False  # a restart of the server ends no receiver
+        self._pop_until(call, spec, given, until_ms)
+
+    def _pop_until(self, call: Call, spec: Spec, given: Given, until_ms: int) -> None:
+        def then(found: Any) -> None:
+            left_ms = until_ms - self._server.now_ms()
+            if found or left_ms <= 0 or not self._server.may_park(call.connection):
+                self._reply(call, spec, found)
+                return
+            where: Given = {
+                name: given[name] for name in ("group", "topic", "queue_id", "filter", "order") if name in given
+            }
+            self._park(
+                call,
+                partial(self._broker.add_pop_waiter, **where, timeout=left_ms / 1_000),
+                lambda _: self._pop_until(call, spec, given, until_ms),
+                partial(self._reply, call, spec, []),
+                where,
+            )
+
+        self._do(call, spec, given, partial(self._broker.pop, **given), then)
+
+    # -- waits ------------------------------------------------------------------------------------------------------
+
+    def _wait(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
+        if not self._server.may_park(call.connection):
+            self._server.park_for(call, _BUSY_MS, partial(self._reply, call, spec, True))
+            return
+        session.waits[call.frame.opaque] = call
+        if spec.name == "add_pop_waiter" and len(session.receives) < _WAITED_MAX:
+            session.receives.add((given["group"], given["topic"], given.get("queue_id", -1)))
+        self._park(
+            call,
+            partial(self._method(spec), **given),
+            partial(self._reply, call, spec),
+            partial(self._reply, call, spec, False),
+            given if spec.name == "add_pop_waiter" else None,
+        )
+
+    def _park(
+        self,
+        call: Call,
+        add: Callable[..., Any],
+        then: Callable[[bool], object],
+        end: Callable[[], object],
+        popping: Given | None,
+    ) -> None:
+        """Park a call with a waiter of the engine. A wake-up that its client cannot use is passed on."""
+        resumed = False
+
+        def resume(worth: bool) -> None:
+            nonlocal resumed
+            resumed = True
+            self._server.resume(call, partial(self._attempt, call, partial(then, worth)))
+
+        def cancel() -> None:
+            self._forget(call)
+            if not resumed and not self._broker.remove_waiter(waiter) and popping is not None:
+                self._broker.wake_one(popping["group"], popping["topic"], popping.get("queue_id", -1))
+
+        try:
+            waiter = add(callback=lambda worth: self._server.post(partial(resume, worth)))
+        except BaseException:
+            self._forget(call)
+            raise
+        call.connection.park(call, cancel, end)
+
+    def _forget(self, call: Call) -> None:
+        if (session := self._sessions.get(call.connection)) is not None:
+            session.waits.pop(call.frame.opaque, None)
+
+    def _withdraw(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
+        if (waiting := session.waits.pop(given["number"], None)) is not None:
+            call.connection.forget(waiting)
+        self._reply(call, spec, None)
+
+    # -- checks of half messages ------------------------------------------------------------------------------------
+
+    def _check(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
+        group = given["producer_group"]
+        if given["on"]:
+            session.groups.add(group)
+            self._broker.transactions.on_check(group, partial(self._ask, group))
+        else:
+            session.groups.discard(group)
+            self._withdraw_checks(group)
+        self._reply(call, spec, None)
+
+    def _checkers(self, group: str) -> list[_Session]:
+        return [session for session in list(self._sessions.values()) if group in session.groups]
+
+    def _withdraw_checks(self, group: str) -> None:
+        if not self._checkers(group):
+            self._broker.transactions.on_check(group, None)
+
+    def _ask(self, group: str, message: Message) -> bool | NobodyAsked | None:
+        """Answer the engine about a half message, in its thread. It asks again when an answer has come."""
+        key = message.unique_key
+        if key in self._answers:
+            return self._answers.pop(key)
+        blobs: list[bytes] = []
+        text = _MESSAGE.write(message, blobs)
+        self._server.post(partial(self._send_check, group, dumps(text, blobs)))
+        return NOT_ASKED
+
+    def _send_check(self, group: str, body: bytes) -> None:
+        if checkers := self._checkers(group):
+            self._server.notify(random.choice(checkers).connection, Frame(CHECK, {}, body))
+
+    def _checked(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
+        transactions = self._broker.transactions
+        half = transactions.get(given["transaction_id"])
+        if half is not None and half.producer_group in session.groups and given["answer"] is not NOT_ASKED:
+            self._answers[half.transaction_id] = given["answer"]
+            transactions.on_check(half.producer_group, partial(self._ask, half.producer_group))  # due at once
+        self._reply(call, spec, None)
+
+
+class _Letters:
+    """Dead letters by group."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._of: Callable[[str], DeadLetters] = broker.dead_letters
+
+    def bounds(self, group: str) -> tuple[int, int]:
+        return self._of(group).bounds
+
+    def count(self, group: str) -> int:
+        return len(self._of(group))
+
+    def select(self, group: str, **options: Any) -> list[Message]:
+        return list(self._of(group).select(**options))
+
+    def replay(self, group: str, **options: Any) -> Any:
+        return self._of(group).replay(**options)
+
+    def purge(self, group: str, **options: Any) -> int:
+        return self._of(group).purge(**options)
+
+
+class _Log:
+    """Reads of the log."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._store = broker.store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def verify(self) -> list[Finding]:
+        return list(islice(findings(self._store), 10_000))
+
+    def snapshot(self, target: str, *, link: bool = False) -> SnapshotReport:
+        store, saved = self._store, self._broker.saved
+        return snapshot_store(
+            store.path, target, link=link, config=store.config, json_checks=CONFIG_CHECKS, saved=saved
+        )
+
+
+def _serve(server: Server, call: Call) -> None:
+    server.own.serve(call)
+
+
+HANDLERS: Mapping[int, Handler] = dict.fromkeys(BY_CODE, _serve)
