@@ -8,7 +8,9 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from mqstore import Store
@@ -50,21 +52,23 @@ PULL_ORDERS: Mapping[str, Any] = {
 def serving(store: Store, **options: Any) -> Iterator[tuple[str, int]]:
     """Serve an open store in a thread. Yield its address."""
     loop = asyncio.new_event_loop()
-    server = Server(store.broker, port=0, **options)
-    ready = threading.Event()
+    ready: Future[str] = Future()
+    stop = asyncio.Event()
 
     async def main() -> None:
-        async with server:
-            ready.set()
-            await stop.wait()
+        try:
+            async with Server(store.broker, **{"listen": [("127.0.0.1", 0)], **options}) as server:
+                ready.set_result(server.endpoints[0])
+                await stop.wait()
+        except Exception as error:
+            if ready.done():
+                raise
+            ready.set_exception(error)
 
-    stop = asyncio.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(main()))
     thread.start()
     try:
-        assert ready.wait(20)
-        host, _, port = server.address.rpartition(":")
-        yield host, int(port)
+        yield _address(ready.result(20))
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join(20)
@@ -72,16 +76,27 @@ def serving(store: Store, **options: Any) -> Iterator[tuple[str, int]]:
         loop.close()
 
 
+def _address(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":")
+    return host, int(port)
+
+
 @contextmanager
 def started(*args: object) -> Iterator[tuple[subprocess.Popen[bytes], tuple[str, int]]]:
-    """Start the command. Yield it and its address."""
-    server = process("serve", *args)
+    """Start the command. Yield it and its first address."""
+    with started_line(*args) as (server, line):
+        yield server, _address(line.split()[1].removeprefix("remoting=").partition(",")[0])
+
+
+@contextmanager
+def started_line(*args: object, **options: Any) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Start the command. Yield it and its ready line."""
+    server = process("serve", *args, **options)
     try:
         assert server.stdout is not None
         line = server.stdout.readline().decode()
         assert line.startswith("ready remoting="), server.communicate()
-        host, _, port = line.strip().removeprefix("ready remoting=").rpartition(":")
-        yield server, (host, int(port))
+        yield server, line
     finally:
         server.kill()
         server.communicate()
@@ -90,8 +105,13 @@ def started(*args: object) -> Iterator[tuple[subprocess.Popen[bytes], tuple[str,
 class Client:
     """A client on one connection."""
 
-    def __init__(self, address: tuple[str, int], *, binary: bool = False) -> None:
-        self.socket = socket.create_connection(address, timeout=20)
+    def __init__(self, address: tuple[str, int] | Path, *, binary: bool = False) -> None:
+        if isinstance(address, Path):
+            self.socket = socket.socket(socket.AF_UNIX)
+            self.socket.settimeout(20)
+            self.socket.connect(str(address))
+        else:
+            self.socket = socket.create_connection(address, timeout=20)
         self.notices: list[Frame] = []
         """Requests of the server."""
         self._binary = binary
@@ -158,4 +178,5 @@ __all__ = [
     "Limits",
     "serving",
     "started",
+    "started_line",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -76,13 +77,16 @@ def test_body_above_the_limit_of_the_store_is_refused(tmp_path: Path) -> None:
         assert (client.ask(SEND, ORDERS, bytes(1001)).code, client.ask(SEND, ORDERS, bytes(1000)).code) == (13, 0)
 
 
-def test_connections_above_the_limit_are_closed(store: Store) -> None:
-    limits = Limits(connections=2)
-    with serving(store, limits=limits) as address, Client(address) as first, Client(address) as second:
-        assert {each.ask(ROUTE, {"topic": "orders"}).code for each in (first, second)} == {0}
-        with Client(address) as third, pytest.raises(ConnectionError):
-            third.ask(ROUTE, {"topic": "orders"})
-        assert first.ask(ROUTE, {"topic": "orders"}).code == 0
+def test_connections_above_the_limit_wait_until_one_is_closed(store: Store) -> None:
+    with serving(store, limits=Limits(connections=2)) as address, Client(address) as first:
+        with Client(address) as second:
+            assert {each.ask(ROUTE, {"topic": "orders"}).code for each in (first, second)} == {0}
+            third = Client(address)
+            waiting = third.send(ROUTE, {"topic": "orders"})
+            assert first.ask(ROUTE, {"topic": "orders"}).code == 0
+            assert not select.select([third.socket], [], [], 0.1)[0]
+        with third:
+            assert third.answer(waiting).code == 0
 
 
 @pytest.mark.parametrize("limits", [Limits(parked_by_connection=3), Limits(parked=3)])

@@ -74,7 +74,7 @@ def test_ready_line_as_json(tmp_path: Path) -> None:
     try:
         assert server.stdout is not None
         ready = json.loads(server.stdout.readline())
-        assert (ready["ready"], ready["remoting"].startswith("127.0.0.1:")) == (True, True)
+        assert (ready["ready"], ready["endpoints"][0].startswith("127.0.0.1:")) == (True, True)
     finally:
         server.kill()
         server.communicate()

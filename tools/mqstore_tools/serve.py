@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 import mqstore
-from mqstore.serve import Server
+from mqstore.serve import Server, unix_path
 from mqstore_tools.render import VERSION, as_json, note
 from mqstore_tools.shared import StoreCommand, directory_argument, json_option
 
@@ -47,9 +47,16 @@ Examples:
     "--listen",
     type=_Address(),
     metavar="HOST:PORT",
-    default="127.0.0.1:9876",
-    show_default=True,
-    help="Address at which clients connect. Port 0 is any free one; the ready line shows it.",
+    multiple=True,
+    default=["127.0.0.1:9876"],
+    show_default="127.0.0.1:9876",
+    help="Address at which clients connect. Port 0 is any free one; the ready line shows it. Can be repeated.",
+)
+@click.option(
+    "--unix",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="Path of the Unix socket for this user's processes, instead of DIR/serve.sock.",
 )
 @click.option(
     "--advertise",
@@ -65,7 +72,8 @@ Examples:
 @json_option
 def serve(
     directory: Path,
-    listen: tuple[str, int],
+    listen: tuple[tuple[str, int], ...],
+    unix: Path | None,
     advertise: str | None,
     insecure_bind: bool,
     flush: bool,
@@ -76,17 +84,20 @@ def serve(
     DIR is created if it does not exist. Clients send, and consume with push, pull and lite pull consumers. Filters,
     order, delays, retries and dead letters work. Transactions, POP and mqadmin are not served yet.
 
-    The line "ready remoting=HOST:PORT" is printed once clients can connect; with --json it is an object. Ctrl-C or
+    The line "ready remoting=HOST:PORT unix=PATH" is printed once clients can connect; with --json it is an object. The
+    file serve.json in DIR names the same endpoints while the server runs. Ctrl-C or
     SIGTERM: waiting calls are answered, and the store is closed. Exit code 0.
     """
-    host, port = listen
-    if not insecure_bind and not _is_loopback(host):
-        raise click.UsageError(
-            f"{host} can be reached from other machines, and clients need no password: listen on 127.0.0.1, or add "
-            "--insecure-bind"
-        )
+    for host, _ in listen:
+        if not insecure_bind and not _is_loopback(host):
+            raise click.UsageError(
+                f"{host} can be reached from other machines, and clients need no password: listen on 127.0.0.1, or add "
+                "--insecure-bind"
+            )
+    if (path := unix or unix_path(directory)) is None:
+        note(f"{directory} has a long path and XDG_RUNTIME_DIR is not set, so there is no Unix socket: add --unix PATH")
     with mqstore.open(directory, durability="flush" if flush else "append") as store:
-        server = Server(store.broker, host=host, port=port, advertise=advertise)
+        server = Server(store.broker, listen=listen, unix=path, advertise=advertise)
         asyncio.run(_run(server, json_output=json_output))
 
 
@@ -98,6 +109,12 @@ def _is_loopback(host: str) -> bool:
     return False
 
 
+def _ready_line(endpoints: list[str]) -> str:
+    paths = [each for each in endpoints if each.startswith("unix:")]
+    addresses = ",".join(each for each in endpoints if each not in paths)
+    return " ".join(("ready", f"remoting={addresses}", *(path.replace(":", "=", 1) for path in paths)))
+
+
 async def _run(server: Server, *, json_output: bool) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -105,8 +122,8 @@ async def _run(server: Server, *, json_output: bool) -> None:
         loop.add_signal_handler(number, stop.set)
     async with server:
         if json_output:
-            click.echo(as_json(VERSION | {"ready": True, "remoting": server.address}))
+            click.echo(as_json(VERSION | {"ready": True, "endpoints": server.endpoints}))
         else:
-            click.echo(f"ready remoting={server.address}")
+            click.echo(_ready_line(server.endpoints))
         await stop.wait()
         note("stopping: waiting calls are answered, then the store is closed")

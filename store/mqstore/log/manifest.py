@@ -41,7 +41,9 @@ _LOOK_BYTES = 1 << 20
 _RECORDS = 8192
 
 # `abort` exists if the creator of a store was killed before it wrote the manifest.
-NOT_YET = frozenset({"lock", "abort", "tmp", "inbox", "_staging", MANIFEST + ".tmp", "serve.json", "serve.sock"})
+NOT_YET = frozenset(
+    {"lock", "abort", "tmp", "inbox", "_staging", MANIFEST + ".tmp", "serve.json", "serve.json.tmp", "serve.sock"}
+)
 # Names that must not be links, and the folders in which no name may be a link.
 _OWN_FOLDERS = frozenset(
     {"commitlog", "config", "consumequeue", "cut", "inbox", "index", "local_offsets", "timerlog", "tmp", "_staging"}

@@ -1,5 +1,6 @@
 """Server of one open store for RocketMQ's clients: `mqstore serve`.
 
+    listening    sockets that clients connect to, and the accept loop
     connection   one socket: frames in, answers out
     server       listens, hands requests to the handlers below, and limits what clients can make it hold
     registry     clients, their groups and subscriptions
@@ -9,6 +10,7 @@
 One thread runs all of it, in an event loop. Nothing in it waits for the disk.
 """
 
+from mqstore.serve.listening import Address, unix_path
 from mqstore.serve.server import Limits, Server
 
-__all__ = ["Limits", "Server"]
+__all__ = ["Address", "Limits", "Server", "unix_path"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -96,9 +97,8 @@ class Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_OUTPUT_BYTES_MAX)
         self.peer = address_of(transport.get_extra_info("peername"))
-        self.address = address_of(transport.get_extra_info("sockname"))
-        if not self._server.admit(self):
-            self._transport.abort()
+        self.address = endpoint_of(transport.get_extra_info("sockname"))
+        self._server.admit(self)
 
     def data_received(self, data: bytes) -> None:
         self.last_frame_s = self._loop.time()
@@ -194,8 +194,13 @@ class Connection(asyncio.Protocol):
 
 
 def address_of(name: Any) -> str:
-    """Return `host:port` of a socket's name. A Unix socket has the address of this machine."""
+    """Return `host:port` of a socket's name. A Unix socket has the address of this machine, as a record needs one."""
+    return endpoint_of(name) if isinstance(name, tuple) else "127.0.0.1:0"
+
+
+def endpoint_of(name: Any) -> str:
+    """Return `host:port`, or `unix:path`, of a listening socket's name."""
     if not isinstance(name, tuple):
-        return "127.0.0.1:0"
+        return f"unix:{os.fsdecode(name)}"
     host, port = name[0].partition("%")[0], name[1]  # without the zone of IPv6, which a record cannot have
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from mqstore.broker.selection import RoundRobin
@@ -32,8 +34,9 @@ from mqstore.errors import (
 )
 from mqstore.remoting.codes import GO_AWAY, NOT_SUPPORTED, REQUESTS, Code, values_of
 from mqstore.remoting.frames import FRAME_BYTES_MAX, ONE_WAY, Frame
-from mqstore.serve import groups, own, pull, routes, send, transactions
-from mqstore.serve.connection import Call, Connection, address_of
+from mqstore.serve import groups, listening, own, pull, routes, send, transactions
+from mqstore.serve.connection import Call, Connection
+from mqstore.serve.listening import Address, Listening
 from mqstore.serve.registry import Registry
 
 if TYPE_CHECKING:
@@ -80,8 +83,8 @@ class Server:
     >>> import asyncio, mqstore, tempfile
     >>> async def main(folder):
     ...     with mqstore.open(folder) as store:
-    ...         async with Server(store.broker, port=0) as server:
-    ...             return server.address.rpartition(":")[0]
+    ...         async with Server(store.broker, listen=[("127.0.0.1", 0)]) as server:
+    ...             return server.endpoints[0].rpartition(":")[0]
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     asyncio.run(main(folder))
     '127.0.0.1'
@@ -91,15 +94,17 @@ class Server:
         self,
         broker: Broker,
         *,
-        host: str = "127.0.0.1",
-        port: int = 9876,
+        listen: Iterable[Address] = (("127.0.0.1", 9876),),
+        unix: Path | None = None,
+        sockets: Iterable[socket.socket] = (),
         advertise: str | None = None,
         broker_name: str = "mqstore",
         cluster: str = "DefaultCluster",
         limits: Limits | None = None,
     ) -> None:
-        """Prepare to serve `broker`. `advertise` is the address in routes, where clients reach another one than the
-        socket's own, as from outside of a container. Port 0 takes a free one."""
+        """Prepare to serve `broker` at TCP addresses, on a Unix socket, and on sockets that listen already. These are
+        not closed. `advertise` is the address in routes, where clients reach another one than the socket's own, as from
+        outside of a container. Port 0 takes a free one."""
         self.broker = broker
         self.broker_name = broker_name
         self.cluster = cluster
@@ -111,10 +116,14 @@ class Server:
         self.turns = RoundRobin()
         """Queues of sends that name none."""
         self.loop: asyncio.AbstractEventLoop
-        self._host, self._port, self._advertise = host, port, advertise
-        self._listener: asyncio.Server | None = None
+        self._advertise = advertise
+        self._listen, self._unix, self._given = tuple(listen), unix, tuple(sockets)
+        self._own: list[socket.socket] = []
+        """Sockets that the server itself has bound."""
+        self._listening: Listening | None = None
         self._connections: set[Connection] = set()
-        self._stopping = False
+        self.stopping = False
+        """True once new requests are refused."""
         self.parked = 0
         """Number of calls that wait."""
         self._posted: deque[Callable[[], object]] = deque()
@@ -134,20 +143,32 @@ class Server:
         await self.stop()
 
     async def start(self) -> None:
-        """Listen. Raises OSError if the address is taken."""
+        """Listen. Raises OSError if an address is taken, and ConfigError if the Unix socket's path is too long."""
         self.loop = asyncio.get_running_loop()
-        self._listener = await self.loop.create_server(lambda: Connection(self), self._host, self._port, backlog=512)
+        try:
+            for address in self._listen:
+                self._own += listening.bind(address)
+            if self._unix is not None:
+                self._own.append(listening.bind_unix(self._unix))
+        except BaseException:
+            listening.close(self._own, unlink=True)
+            raise
+        self._listening = Listening(self, (*self._own, *self._given))
         self._sweeper = self.loop.call_later(_SWEEP_S, self._sweep)
         self.broker.transactions.on_check(None, partial(transactions.ask, self))
         self.broker.listen("topics", self.turns.forget)
         self.own.start()
+        self._listening.start()
+        listening.announce(self.broker.store.path, self.endpoints)
 
     async def stop(self) -> None:
         """Accept nothing more, answer what waits, and disconnect every client. The store stays open."""
-        if self._listener is None:
+        if self._listening is None or self.stopping:
             return
-        self._listener.close()
-        self._stopping = True
+        self.stopping = True
+        self._listening.stop()
+        listening.withdraw(self.broker.store.path)
+        listening.close(self._own, unlink=True)
         self.broker.transactions.on_check(None, None)
         self.broker.unlisten("topics", self.turns.forget)
         if self._sweeper is not None:
@@ -162,16 +183,19 @@ class Server:
         for connection in list(self._connections):
             connection.close()
         self.own.stop()
-        await self._listener.wait_closed()
-        self._listener = None
         self._worker.shutdown()
 
     @property
-    def address(self) -> str:
-        """Address at which it listens."""
-        if self._listener is None:
+    def endpoints(self) -> list[str]:
+        """Where it listens: `host:port`, and `unix:path`."""
+        if self._listening is None:
             raise StoreClosedError("the server does not listen")
-        return address_of(self._listener.sockets[0].getsockname())
+        return self._listening.endpoints
+
+    @property
+    def connections(self) -> int:
+        """Number of connections."""
+        return len(self._connections)
 
     def address_for(self, connection: Connection) -> str:
         """Return the address of this broker in the routes of a client: where it has reached the server."""
@@ -183,13 +207,9 @@ class Server:
 
     # -- connections ------------------------------------------------------------------------------------------------
 
-    def admit(self, connection: Connection) -> bool:
-        """Note a new connection. Return False if there are too many."""
-        if len(self._connections) >= self.limits.connections:
-            _log.warning("the connection of %s is refused: there are %d", connection.peer, len(self._connections))
-            return False
+    def admit(self, connection: Connection) -> None:
+        """Note a new connection."""
         self._connections.add(connection)
-        return True
 
     def leave(self, connection: Connection) -> None:
         """Forget a connection, and the clients that it has been the connection of."""
@@ -198,6 +218,8 @@ class Server:
         self.own.leave(connection)
         for client_id in list(connection.client_ids):
             self._gone(client_id, connection)
+        if self._listening is not None:
+            self._listening.resume()
 
     def _gone(self, client_id: str, connection: Connection | None = None) -> None:
         if left := self.registry.drop(client_id, connection):
@@ -239,7 +261,7 @@ class Server:
         if frame.is_response:
             return  # nothing that the server asks is answered yet
         call = Call(connection, frame)
-        if self._stopping:
+        if self.stopping:
             call.reply(GO_AWAY, remark="the server stops")
             return
         handler = _HANDLERS.get(frame.code)

@@ -1,0 +1,223 @@
+"""Sockets of a server: TCP addresses, a Unix socket, and those that a service manager hands over.
+
+    bound socket -> accept, in the loop -> user of a Unix socket is checked -> Connection
+                       |
+                       +-- as many connections as allowed: accepting pauses, clients wait in the backlog
+
+`serve.json` in the store's directory names the endpoints while the server runs, for `mqstore.connect(path)`:
+
+    {"pid": 4711, "version": "0.1.0", "endpoints": ["127.0.0.1:9876", "unix:/var/lib/mq/serve.sock"]}
+
+Source: remoting-server, sections 3, 14.4 and 18.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import json
+import logging
+import os
+import socket
+import struct
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from mqstore.errors import ConfigError
+from mqstore.serve.connection import Connection, endpoint_of
+
+if TYPE_CHECKING:
+    from mqstore.serve.server import Server
+
+_log = logging.getLogger("mqstore")
+
+Address = tuple[str, int]
+"""Host and port. Port 0 is any free one."""
+SOCKET_NAME: Final = "serve.sock"
+_NOTICE_NAME: Final = "serve.json"
+_UNIX_PATH_BYTES_MAX: Final = 107
+"""Longest path of a Unix socket on Linux."""
+_BACKLOG: Final = 512
+_ACCEPTS_A_TURN: Final = 64
+_NO_DESCRIPTOR_S: Final = 1.0
+"""Pause of accepting when the process has no free descriptor."""
+_UCRED: Final = struct.Struct("3i")
+"""Process, user and group of the peer of a Unix socket."""
+
+
+def bind(address: Address) -> list[socket.socket]:
+    """Listen at an address, with a socket for each of its IP addresses. Raises OSError if it is taken."""
+    host, port = address
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    sockets: list[socket.socket] = []
+    missing: OSError | None = None
+    for family, *_, name in dict.fromkeys(found):
+        try:
+            sockets.append(socket.create_server(name, family=family, backlog=_BACKLOG))
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # as ::1 of localhost without IPv6
+                close(sockets)
+                raise
+            missing = error
+    if missing is not None and not sockets:
+        raise missing
+    return sockets
+
+
+def bind_unix(path: Path) -> socket.socket:
+    """Listen on a Unix socket that only this user can use. The file of a server that was killed is replaced.
+    Raises ConfigError if the path is too long, and OSError if a server listens there."""
+    path = path.absolute()
+    if len(os.fsencode(path)) > _UNIX_PATH_BYTES_MAX:
+        raise ConfigError(f"{path} has more than {_UNIX_PATH_BYTES_MAX} bytes, too many for a Unix socket")
+    if path.is_socket():
+        if _is_listening(path):
+            raise OSError(errno.EADDRINUSE, "a server listens on this Unix socket already", str(path))
+        path.unlink()
+    bound = socket.socket(socket.AF_UNIX)
+    try:
+        bound.bind(str(path))
+        path.chmod(0o600)  # nobody can connect before `listen`
+        bound.listen(_BACKLOG)
+    except OSError as error:
+        bound.close()
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    return bound
+
+
+def _is_listening(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except BlockingIOError:  # its backlog is full
+            return True
+        except OSError:
+            return False
+        return True
+
+
+def unix_path(directory: Path) -> Path | None:
+    """Return the path of a store's Unix socket, in its directory, or if that is too long, in the user's folder for
+    sockets. None: there is no such folder."""
+    path = directory.absolute() / SOCKET_NAME
+    if len(os.fsencode(path)) <= _UNIX_PATH_BYTES_MAX:
+        return path
+    folder = os.environ.get("XDG_RUNTIME_DIR")
+    if not folder:
+        return None
+    return Path(folder, f"mqstore-{hashlib.sha256(os.fsencode(path)).hexdigest()[:16]}.sock")
+
+
+def close(sockets: Iterable[socket.socket], *, unlink: bool = False) -> None:
+    """Close sockets, and remove the files of Unix sockets if asked to."""
+    for each in sockets:
+        if unlink and each.family == socket.AF_UNIX:
+            Path(each.getsockname()).unlink(missing_ok=True)
+        each.close()
+
+
+class Listening:
+    """The accept loop of a server. For the loop's thread."""
+
+    def __init__(self, server: Server, sockets: Sequence[socket.socket]) -> None:
+        self._server = server
+        self._sockets = sockets
+        self._starting: set[asyncio.Task[None]] = set()
+        self._paused = False
+        self._is_full = False
+        """True from the first connection that had to wait. It is logged once."""
+        self.endpoints = [endpoint_of(each.getsockname()) for each in sockets]
+
+    def start(self) -> None:
+        """Accept connections."""
+        self._paused = False
+        for each in self._sockets:
+            each.setblocking(False)
+            self._server.loop.add_reader(each, self._accept, each)
+
+    def stop(self) -> None:
+        """Accept no more. The sockets stay open."""
+        self._pause()
+        for task in self._starting:
+            task.cancel()
+
+    def _pause(self) -> None:
+        self._paused = True
+        for each in self._sockets:
+            self._server.loop.remove_reader(each)
+
+    def resume(self) -> None:
+        """Accept again after a connection was closed."""
+        if self._paused and not self._server.stopping:
+            self.start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(_ACCEPTS_A_TURN):
+            limit = self._server.limits.connections
+            if self._server.connections + len(self._starting) >= limit:
+                self._pause()
+                if self._server.connections >= limit and not self._is_full:
+                    self._is_full = True
+                    _log.warning("there are %d connections; further ones wait until one is closed", limit)
+                return
+            self._is_full = False
+            try:
+                accepted, _ = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                _log.warning("no connection is accepted for %s s: %s", _NO_DESCRIPTOR_S, error)
+                self._pause()
+                self._server.loop.call_later(_NO_DESCRIPTOR_S, self.resume)
+                return
+            accepted.setblocking(False)
+            task = self._server.loop.create_task(self._serve(accepted))
+            self._starting.add(task)
+            task.add_done_callback(self._started)
+
+    def _started(self, task: asyncio.Task[None]) -> None:
+        self._starting.discard(task)
+        self.resume()
+
+    async def _serve(self, accepted: socket.socket) -> None:
+        try:
+            if not _is_ours(accepted):
+                raise PermissionError("a Unix socket is for its owner's processes")
+            await self._server.loop.connect_accepted_socket(lambda: Connection(self._server), accepted)
+        except OSError as error:
+            _log.warning("a connection is refused: %s", error)
+            accepted.close()
+        except BaseException:
+            accepted.close()
+            raise
+
+
+def _is_ours(accepted: socket.socket) -> bool:
+    """Return True unless another user than ours and root is at the other end of a Unix socket. Systems that do not tell
+    rely on the mode of the file."""
+    if accepted.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
+        return True
+    _, uid, _ = _UCRED.unpack(accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return uid in (0, os.getuid())
+
+
+def announce(directory: Path, endpoints: Sequence[str]) -> None:
+    """Write `serve.json` in one step. It is of use only while this process runs, so it is not synced."""
+    try:
+        version = metadata.version("mqstore")
+    except metadata.PackageNotFoundError:  # running from a source tree
+        version = "0"
+    new = directory / f"{_NOTICE_NAME}.tmp"
+    new.write_text(json.dumps({"pid": os.getpid(), "version": version, "endpoints": list(endpoints)}) + "\n")
+    new.replace(directory / _NOTICE_NAME)
+
+
+def withdraw(directory: Path) -> None:
+    """Remove `serve.json`."""
+    with suppress(OSError):  # the directory may be gone
+        (directory / _NOTICE_NAME).unlink()
