@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import signal
+import socket
 from contextlib import suppress
 from pathlib import Path
 
 import click
 
 import mqstore
-from mqstore.serve import Server, unix_path
+from mqstore.serve import Server, bind_all, inherited, unix_path
+from mqstore.serve import supervise as start_child
 from mqstore_tools.render import VERSION, as_json, note
 from mqstore_tools.shared import StoreCommand, directory_argument, json_option
 
@@ -39,7 +41,7 @@ class _Address(click.ParamType[tuple[str, int]]):
     epilog="""\b
 Examples:
   mqstore serve var/mq
-  mqstore serve var/mq --listen 127.0.0.1:10911 --flush
+  mqstore serve var/mq --listen 127.0.0.1:10911 --flush --supervise
   mqstore serve var/mq --listen 0.0.0.0:9876 --insecure-bind --advertise queue.example:9876""",
 )
 @directory_argument
@@ -48,7 +50,6 @@ Examples:
     type=_Address(),
     metavar="HOST:PORT",
     multiple=True,
-    default=["127.0.0.1:9876"],
     show_default="127.0.0.1:9876",
     help="Address at which clients connect. Port 0 is any free one; the ready line shows it. Can be repeated.",
 )
@@ -69,6 +70,17 @@ Examples:
     help="Allow an address that other machines reach. Anybody there can read and write every message.",
 )
 @click.option("--flush", is_flag=True, help="Answer a send when the message is on disk.")
+@click.option(
+    "--supervise",
+    is_flag=True,
+    help="Keep the sockets in a parent process. It starts the server again when it is killed; clients wait meanwhile.",
+)
+@click.option(
+    "--linger",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="End when no client has been connected for so long. Without --listen there is only the Unix socket.",
+)
 @json_option
 def serve(
     directory: Path,
@@ -77,6 +89,8 @@ def serve(
     advertise: str | None,
     insecure_bind: bool,
     flush: bool,
+    supervise: bool,
+    linger: float | None,
     json_output: bool,
 ) -> None:
     """Serve DIR as the name server and broker of RocketMQ's clients, 4.x and 5.x, Java or Go.
@@ -88,17 +102,28 @@ def serve(
     file serve.json in DIR names the same endpoints while the server runs. Ctrl-C or
     SIGTERM: waiting calls are answered, and the store is closed. Exit code 0.
     """
-    for host, _ in listen:
+    given = inherited()
+    unix_given = any(each.family == socket.AF_UNIX for each in given)
+    if not listen and linger is None and len(given) == unix_given:
+        listen = (("127.0.0.1", 9876),)
+    hosts = [host for host, _ in listen] + [each.getsockname()[0] for each in given if each.family != socket.AF_UNIX]
+    for host in hosts:
         if not insecure_bind and not _is_loopback(host):
             raise click.UsageError(
                 f"{host} can be reached from other machines, and clients need no password: listen on 127.0.0.1, or add "
                 "--insecure-bind"
             )
-    if (path := unix or unix_path(directory)) is None:
+    if unix is None and not unix_given and (unix := unix_path(directory)) is None:
         note(f"{directory} has a long path and XDG_RUNTIME_DIR is not set, so there is no Unix socket: add --unix PATH")
+    link = None
+    if supervise:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # the Unix socket is in it before the store is
+        bound = bind_all(listen, unix)
+        link = start_child(bound)
+        listen, unix, given = (), None, [*bound, *given]
     with mqstore.open(directory, durability="flush" if flush else "append") as store:
-        server = Server(store.broker, listen=listen, unix=path, advertise=advertise)
-        asyncio.run(_run(server, json_output=json_output))
+        server = Server(store.broker, listen=listen, unix=unix, sockets=given, linger_s=linger, advertise=advertise)
+        asyncio.run(_run(server, link, json_output=json_output))
 
 
 def _is_loopback(host: str) -> bool:
@@ -115,15 +140,17 @@ def _ready_line(endpoints: list[str]) -> str:
     return " ".join(("ready", f"remoting={addresses}", *(path.replace(":", "=", 1) for path in paths)))
 
 
-async def _run(server: Server, *, json_output: bool) -> None:
-    stop = asyncio.Event()
+async def _run(server: Server, link: socket.socket | None, *, json_output: bool) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, server.ended.set)
     async with server:
         if json_output:
             click.echo(as_json(VERSION | {"ready": True, "endpoints": server.endpoints}))
         else:
             click.echo(_ready_line(server.endpoints))
-        await stop.wait()
+        if link is not None:
+            link.send(b"r")
+            loop.add_reader(link, server.ended.set)  # its end: the parent is gone
+        await server.ended.wait()
         note("stopping: waiting calls are answered, then the store is closed")

@@ -1,6 +1,7 @@
 """Server of one open store for RocketMQ's clients: `mqstore serve`.
 
     listening    sockets that clients connect to, and the accept loop
+    supervisor   a parent process that keeps the sockets while the server is started again
     connection   one socket: frames in, answers out
     server       listens, hands requests to the handlers below, and limits what clients can make it hold
     registry     clients, their groups and subscriptions
@@ -10,7 +11,8 @@
 One thread runs all of it, in an event loop. Nothing in it waits for the disk.
 """
 
-from mqstore.serve.listening import Address, unix_path
+from mqstore.serve.listening import Address, bind_all, inherited, unix_path
 from mqstore.serve.server import Limits, Server
+from mqstore.serve.supervisor import supervise
 
-__all__ = ["Address", "Limits", "Server", "unix_path"]
+__all__ = ["Address", "Limits", "Server", "bind_all", "inherited", "supervise", "unix_path"]

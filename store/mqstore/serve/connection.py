@@ -74,6 +74,7 @@ class Connection(asyncio.Protocol):
         self._out_bytes = 0
         self._blocked = False
         """True while the socket takes no more answers."""
+        self._finished = False
         self._parsing = False
         self._stall: asyncio.TimerHandle | None = None
         self.parked: set[Call] = set()
@@ -89,7 +90,7 @@ class Connection(asyncio.Protocol):
     @property
     def closed(self) -> bool:
         """True once nothing can be sent any more."""
-        return self._transport.is_closing()
+        return self._finished or self._transport.is_closing()
 
     # -- the protocol of asyncio ------------------------------------------------------------------------------------
 
@@ -101,6 +102,8 @@ class Connection(asyncio.Protocol):
         self._server.admit(self)
 
     def data_received(self, data: bytes) -> None:
+        if self._finished:
+            return
         self.last_frame_s = self._loop.time()
         self._reader.feed(data)
         self._parse()
@@ -182,15 +185,21 @@ class Connection(asyncio.Protocol):
             if cancel is not None:
                 cancel()
 
-    def abort(self, why: str) -> None:
-        """Disconnect the client."""
-        _log.warning("client %s is disconnected: %s", self.peer, why)
+    def abort(self, why: str | None = None) -> None:
+        """Disconnect the client at once."""
+        if why is not None:
+            _log.warning("client %s is disconnected: %s", self.peer, why)
         self._transport.abort()
 
-    def close(self) -> None:
-        """Disconnect the client once its answers are sent."""
+    def finish(self) -> None:
+        """Send nothing after the answers so far. The client closes the connection once it has them: closing it here
+        would discard answers that it has not received, if it has sent more requests meanwhile."""
         self._flush()
-        self._transport.close()
+        if not self.closed and self._transport.can_write_eof():
+            self._transport.write_eof()
+            self._finished = True
+        else:
+            self._transport.close()
 
 
 def address_of(name: Any) -> str:

@@ -43,14 +43,29 @@ _UNIX_PATH_BYTES_MAX: Final = 107
 """Longest path of a Unix socket on Linux."""
 _BACKLOG: Final = 512
 _ACCEPTS_A_TURN: Final = 64
+_FIRST_DESCRIPTOR: Final = 3
 _NO_DESCRIPTOR_S: Final = 1.0
 """Pause of accepting when the process has no free descriptor."""
 _UCRED: Final = struct.Struct("3i")
 """Process, user and group of the peer of a Unix socket."""
 
 
-def bind(address: Address) -> list[socket.socket]:
-    """Listen at an address, with a socket for each of its IP addresses. Raises OSError if it is taken."""
+def bind_all(addresses: Iterable[Address], unix: Path | None) -> list[socket.socket]:
+    """Listen at TCP addresses, with a socket for each IP address, and on a Unix socket.
+    Raises OSError if an address is taken, and ConfigError if the path of the Unix socket is too long."""
+    bound: list[socket.socket] = []
+    try:
+        for address in addresses:
+            bound += _bind(address)
+        if unix is not None:
+            bound.append(bind_unix(unix))
+    except BaseException:
+        close(bound)
+        raise
+    return bound
+
+
+def _bind(address: Address) -> list[socket.socket]:
     host, port = address
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets: list[socket.socket] = []
@@ -113,42 +128,84 @@ def unix_path(directory: Path) -> Path | None:
     return Path(folder, f"mqstore-{hashlib.sha256(os.fsencode(path)).hexdigest()[:16]}.sock")
 
 
-def close(sockets: Iterable[socket.socket], *, unlink: bool = False) -> None:
-    """Close sockets, and remove the files of Unix sockets if asked to."""
+def inherited() -> list[socket.socket]:
+    """Return the listening sockets that a service manager has opened for this process, as systemd does
+    (`sd_listen_fds`). Only the first call finds them. Raises OSError if one is not a socket."""
+    process, count = os.environ.pop("LISTEN_PID", ""), os.environ.pop("LISTEN_FDS", "")
+    os.environ.pop("LISTEN_FDNAMES", None)
+    if process != str(os.getpid()) or not count.isdecimal():
+        return []
+    found = [socket.socket(fileno=number) for number in range(_FIRST_DESCRIPTOR, _FIRST_DESCRIPTOR + int(count))]
+    for each in found:
+        each.set_inheritable(False)
+    return found
+
+
+def close(sockets: Iterable[socket.socket]) -> None:
+    """Close sockets that `bind` and `bind_unix` have opened, and remove the files of Unix sockets."""
     for each in sockets:
-        if unlink and each.family == socket.AF_UNIX:
-            Path(each.getsockname()).unlink(missing_ok=True)
+        _unlink(each)
         each.close()
+
+
+def _unlink(bound: socket.socket) -> None:
+    if bound.family == socket.AF_UNIX:
+        with suppress(OSError):
+            Path(bound.getsockname()).unlink()
 
 
 class Listening:
     """The accept loop of a server. For the loop's thread."""
 
-    def __init__(self, server: Server, sockets: Sequence[socket.socket]) -> None:
+    def __init__(self, server: Server, own: list[socket.socket], given: Sequence[socket.socket]) -> None:
+        """Prepare to accept on sockets: the server's `own`, which it closes at its end, and others."""
         self._server = server
-        self._sockets = sockets
+        self._own = own
+        self._given = given
         self._starting: set[asyncio.Task[None]] = set()
         self._paused = False
         self._is_full = False
         """True from the first connection that had to wait. It is logged once."""
-        self.endpoints = [endpoint_of(each.getsockname()) for each in sockets]
+        self.endpoints = [endpoint_of(each.getsockname()) for each in (*own, *given)]
+
+    @property
+    def count(self) -> int:
+        """Number of connections, with those that are being accepted."""
+        return self._server.connections + len(self._starting)
 
     def start(self) -> None:
         """Accept connections."""
         self._paused = False
-        for each in self._sockets:
+        for each in (*self._own, *self._given):
             each.setblocking(False)
             self._server.loop.add_reader(each, self._accept, each)
 
     def stop(self) -> None:
-        """Accept no more. The sockets stay open."""
+        """Accept no more, and close the server's own sockets."""
         self._pause()
         for task in self._starting:
             task.cancel()
+        close(self._own)
+
+    def hide(self) -> bool:
+        """Remove the Unix socket's path, and accept who has found it before. Return True if there was somebody: then
+        the path leads to a new socket."""
+        for each in self._own:
+            _unlink(each)
+            self._accept(each)
+        if not self._starting:
+            return False
+        self._pause()
+        for number, each in enumerate(self._own):
+            if each.family == socket.AF_UNIX:
+                self._own[number] = bind_unix(Path(each.getsockname()))
+                each.close()
+        self.start()
+        return True
 
     def _pause(self) -> None:
         self._paused = True
-        for each in self._sockets:
+        for each in (*self._own, *self._given):
             self._server.loop.remove_reader(each)
 
     def resume(self) -> None:
@@ -159,7 +216,7 @@ class Listening:
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(_ACCEPTS_A_TURN):
             limit = self._server.limits.connections
-            if self._server.connections + len(self._starting) >= limit:
+            if self.count >= limit:
                 self._pause()
                 if self._server.connections >= limit and not self._is_full:
                     self._is_full = True

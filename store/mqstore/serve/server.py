@@ -57,6 +57,8 @@ _CODES: Final[Mapping[type[Exception], int]] = {
 _SWEEP_S: Final = 10
 _GRACE_S: Final = 2
 """Seconds that a stopping server waits for the disk. Requests meanwhile are answered with GO_AWAY."""
+_CLOSING_S: Final = 0.5
+"""Seconds that clients of a stopping server have for their last answers."""
 _IDLE_S: Final = 120
 """Seconds without a frame after which a connection is closed. Clients send a heartbeat each 30 s."""
 
@@ -97,6 +99,7 @@ class Server:
         listen: Iterable[Address] = (("127.0.0.1", 9876),),
         unix: Path | None = None,
         sockets: Iterable[socket.socket] = (),
+        linger_s: float | None = None,
         advertise: str | None = None,
         broker_name: str = "mqstore",
         cluster: str = "DefaultCluster",
@@ -104,7 +107,8 @@ class Server:
     ) -> None:
         """Prepare to serve `broker` at TCP addresses, on a Unix socket, and on sockets that listen already. These are
         not closed. `advertise` is the address in routes, where clients reach another one than the socket's own, as from
-        outside of a container. Port 0 takes a free one."""
+        outside of a container. Port 0 takes a free one. With `linger_s` the event `ended` is set when no client
+        has been connected for so long."""
         self.broker = broker
         self.broker_name = broker_name
         self.cluster = cluster
@@ -118,9 +122,12 @@ class Server:
         self.loop: asyncio.AbstractEventLoop
         self._advertise = advertise
         self._listen, self._unix, self._given = tuple(listen), unix, tuple(sockets)
-        self._own: list[socket.socket] = []
-        """Sockets that the server itself has bound."""
         self._listening: Listening | None = None
+        self._linger_s = linger_s
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self.ended = asyncio.Event()
+        """Set when nobody has been connected for `linger_s`, and nobody can find the server any more. The program
+        that runs the server waits for it, and may set it, too."""
         self._connections: set[Connection] = set()
         self.stopping = False
         """True once new requests are refused."""
@@ -145,21 +152,15 @@ class Server:
     async def start(self) -> None:
         """Listen. Raises OSError if an address is taken, and ConfigError if the Unix socket's path is too long."""
         self.loop = asyncio.get_running_loop()
-        try:
-            for address in self._listen:
-                self._own += listening.bind(address)
-            if self._unix is not None:
-                self._own.append(listening.bind_unix(self._unix))
-        except BaseException:
-            listening.close(self._own, unlink=True)
-            raise
-        self._listening = Listening(self, (*self._own, *self._given))
+        own = listening.bind_all(self._listen, self._unix)
+        self._listening = Listening(self, own, self._given)
         self._sweeper = self.loop.call_later(_SWEEP_S, self._sweep)
         self.broker.transactions.on_check(None, partial(transactions.ask, self))
         self.broker.listen("topics", self.turns.forget)
         self.own.start()
         self._listening.start()
         listening.announce(self.broker.store.path, self.endpoints)
+        self._wait_for_clients()
 
     async def stop(self) -> None:
         """Accept nothing more, answer what waits, and disconnect every client. The store stays open."""
@@ -168,7 +169,6 @@ class Server:
         self.stopping = True
         self._listening.stop()
         listening.withdraw(self.broker.store.path)
-        listening.close(self._own, unlink=True)
         self.broker.transactions.on_check(None, None)
         self.broker.unlisten("topics", self.turns.forget)
         if self._sweeper is not None:
@@ -177,13 +177,34 @@ class Server:
             for call in list(connection.parked):
                 if call.end is not None:
                     self._attempt(call, call.end)
-        until_s = self.loop.time() + _GRACE_S
-        while self.parked and self.loop.time() < until_s:  # sends that wait for the disk
-            await asyncio.sleep(0.01)
+        await self._until(lambda: not self.parked, _GRACE_S)  # sends that wait for the disk
         for connection in list(self._connections):
-            connection.close()
+            connection.finish()
+        await self._until(lambda: not self._connections, _CLOSING_S)
+        for connection in list(self._connections):
+            connection.abort()
+        await self._until(lambda: not self._connections, _CLOSING_S)
         self.own.stop()
         self._worker.shutdown()
+
+    async def _until(self, done: Callable[[], bool], timeout_s: float) -> None:
+        until_s = self.loop.time() + timeout_s
+        while not done() and self.loop.time() < until_s:
+            await asyncio.sleep(0.01)
+
+    def _wait_for_clients(self) -> None:
+        if self._linger_s is not None and not self._connections and not self.stopping:
+            self._idle_timer = self.loop.call_later(self._linger_s, self._end_if_idle)
+
+    def _end_if_idle(self) -> None:
+        assert self._listening is not None
+        if not self._listening.count:
+            listening.withdraw(self.broker.store.path)
+            if not self._listening.hide():
+                self.ended.set()
+                return
+            listening.announce(self.broker.store.path, self.endpoints)
+        self._wait_for_clients()  # unless one of those that come now is served
 
     @property
     def endpoints(self) -> list[str]:
@@ -210,6 +231,8 @@ class Server:
     def admit(self, connection: Connection) -> None:
         """Note a new connection."""
         self._connections.add(connection)
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
 
     def leave(self, connection: Connection) -> None:
         """Forget a connection, and the clients that it has been the connection of."""
@@ -218,6 +241,7 @@ class Server:
         self.own.leave(connection)
         for client_id in list(connection.client_ids):
             self._gone(client_id, connection)
+        self._wait_for_clients()
         if self._listening is not None:
             self._listening.resume()
 
