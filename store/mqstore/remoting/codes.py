@@ -39,9 +39,18 @@ class Code(IntEnum):
     SEND_MESSAGE_V2 = 310
     SEND_BATCH_MESSAGE = 320
     LITE_PULL_MESSAGE = 361
+    QUERY_ASSIGNMENT = 400
+    SET_MESSAGE_REQUEST_MODE = 401
+    POP_MESSAGE = 200_050
+    ACK_MESSAGE = 200_051
+    PEEK_MESSAGE = 200_052
+    CHANGE_MESSAGE_INVISIBLETIME = 200_053
+    NOTIFICATION = 200_054
+    POLLING_INFO = 200_055
+    BATCH_ACK_MESSAGE = 200_151
 
 
-NOT_SUPPORTED, QUERY_NOT_FOUND, GO_AWAY = 3, 22, 1500
+NOT_SUPPORTED, QUERY_NOT_FOUND, POLLING_FULL, POLLING_NOT_FOUND, GO_AWAY = 3, 22, 209, 210, 1500
 """Codes of answers that no error of the library has. All others are in `ResultCode`."""
 
 
@@ -92,6 +101,8 @@ _PULL: Final = _fields(
 )
 _SEND_V2: Final = tuple(each._replace(name=_LETTERS[each.name]) for each in _SEND)
 _QUEUE: Final = _fields("topic! queueId!:i32")
+_GROUP_QUEUE: Final = _fields("consumerGroup! topic! queueId!:i32")
+_RECEIPT: Final = _GROUP_QUEUE + _fields("extraInfo! offset!:i64")
 
 REQUESTS: Final[Mapping[int, tuple[_Field, ...]]] = {
     Code.SEND_MESSAGE: _SEND,
@@ -118,6 +129,18 @@ REQUESTS: Final[Mapping[int, tuple[_Field, ...]]] = {
     Code.LOCK_BATCH_MQ: (),
     Code.UNLOCK_BATCH_MQ: (),
     Code.CHECK_CLIENT_CONFIG: (),
+    Code.QUERY_ASSIGNMENT: (),
+    Code.SET_MESSAGE_REQUEST_MODE: (),
+    Code.POP_MESSAGE: _GROUP_QUEUE
+    + _fields(
+        "maxMsgNums!:i32 invisibleTime!:i64 pollTime!:i64 bornTime!:i64 initMode!:i32 expType exp order:bool attemptId"
+    ),
+    Code.ACK_MESSAGE: _RECEIPT,
+    Code.BATCH_ACK_MESSAGE: (),
+    Code.PEEK_MESSAGE: _GROUP_QUEUE + _fields("maxMsgNums!:i32"),
+    Code.CHANGE_MESSAGE_INVISIBLETIME: _RECEIPT + _fields("invisibleTime!:i64"),
+    Code.NOTIFICATION: _GROUP_QUEUE + _fields("pollTime!:i64 bornTime!:i64 expType exp order:bool attemptId"),
+    Code.POLLING_INFO: _GROUP_QUEUE,
     Code.GET_ROUTEINFO_BY_TOPIC: _fields("topic!"),
     Code.GET_BROKER_CLUSTER_INFO: (),
     **dict.fromkeys(range(31_000, 31_100), ()),  # mqstore's own, whose arguments are in the body (`calls`)

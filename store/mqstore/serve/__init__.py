@@ -7,6 +7,7 @@
     registry     clients, their groups and subscriptions
     routes       names: topics, brokers          send     messages in
     pull         messages out, and waiting       groups   heartbeats, offsets, locks, failed messages
+    pop          messages out, by receipt        assignment   queues of a member, pulled or popped
 
 One thread runs all of it, in an event loop. Nothing in it waits for the disk.
 """

@@ -45,7 +45,7 @@ def _unregister(server: Server, call: Call) -> None:
 
 def _consumer_list(server: Server, call: Call) -> None:
     group = call.values["consumerGroup"]
-    if not (names := sorted(server.registry.consumers(group))):
+    if not (names := server.members(group)):
         call.reply(ResultCode.SYSTEM_ERROR, remark=f"the group {group!r} has no consumers")
         return
     call.reply(body=dumps({"consumerIdList": names}))

@@ -20,7 +20,7 @@ _COMMIT, _SUSPEND, _HAS_FILTER = 1, 2, 4
 """Bits of sysFlag: commit first, may wait, the expression is in the request."""
 _MESSAGES_MAX: Final = 1024
 _BYTES_MAX: Final = 4 << 20
-_WAIT_MS_MAX: Final = 300_000
+WAIT_MS_MAX: Final = 300_000
 """Longest wait. Clients ask for 15 to 20 s; a connection that is gone without a word must not be kept for ever."""
 _NO_WAIT_MS: Final = 1_000
 """Delay of the answer that there is nothing, for a client that may not wait. It would ask again at once."""
@@ -33,7 +33,7 @@ def _pull(server: Server, call: Call) -> None:
     if values["sysFlag"] & _COMMIT and values["commitOffset"] >= 0:
         with suppress(OffsetOutOfRangeError):  # no client would report it, and the pull itself is fine
             server.broker.commit(group, topic, queue_id, values["commitOffset"])
-    _read(server, call, server.now_ms() + max(0, min(values["suspendTimeoutMillis"], _WAIT_MS_MAX)))
+    _read(server, call, server.now_ms() + max(0, min(values["suspendTimeoutMillis"], WAIT_MS_MAX)))
 
 
 def _read(server: Server, call: Call, deadline_ms: int) -> None:

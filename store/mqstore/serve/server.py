@@ -15,8 +15,8 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -24,17 +24,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from mqstore.broker.selection import RoundRobin
+from mqstore.broker.tables.requestmodes import RequestModes
 from mqstore.errors import (
     FormatError,
     MQStoreError,
     OffsetOutOfRangeError,
+    ReceiptExpiredError,
     ResultCode,
     StoreBusyError,
     StoreClosedError,
 )
 from mqstore.remoting.codes import GO_AWAY, NOT_SUPPORTED, REQUESTS, Code, values_of
 from mqstore.remoting.frames import FRAME_BYTES_MAX, ONE_WAY, Frame
-from mqstore.serve import groups, listening, own, pull, routes, send, transactions
+from mqstore.serve import assignment, groups, listening, own, pop, pull, routes, send, transactions
 from mqstore.serve.connection import Call, Connection
 from mqstore.serve.listening import Address, Listening
 from mqstore.serve.registry import Registry
@@ -47,11 +49,14 @@ _log = logging.getLogger("mqstore")
 Result = TypeVar("Result")
 Handler = Callable[["Server", Call], None]
 _HANDLERS: Final[Mapping[int, Handler]] = dict(
-    chain.from_iterable(room.HANDLERS.items() for room in (routes, send, pull, groups, transactions, own))
+    chain.from_iterable(
+        room.HANDLERS.items() for room in (routes, send, pull, pop, groups, assignment, transactions, own)
+    )
 )
 _CODES: Final[Mapping[type[Exception], int]] = {
     OffsetOutOfRangeError: ResultCode.INVALID_PARAMETER,  # its own code makes a client that pulls move its offset
     FormatError: ResultCode.INVALID_PARAMETER,
+    ReceiptExpiredError: ResultCode.MESSAGE_ILLEGAL,  # as for a receipt of nothing: "the message is not there"
 }
 """Codes of errors whose own code means something else to clients."""
 _SWEEP_S: Final = 10
@@ -117,6 +122,7 @@ class Server:
         self.registry = Registry(
             clients=self.limits.clients, groups=self.limits.groups, subscriptions=self.limits.subscriptions
         )
+        self.request_modes = RequestModes(broker.store)
         self.turns = RoundRobin()
         """Queues of sends that name none."""
         self.loop: asyncio.AbstractEventLoop
@@ -257,6 +263,10 @@ class Server:
             held = [lock.queue for lock in locks if (lock.group, lock.client_id) == (group, client_id)]
             self.broker.locks.unlock_batch(group, held, client_id)
 
+    def members(self, group: str) -> list[str]:
+        """Return the client ids of a group's consumers, sorted."""
+        return sorted(self.registry.consumers(group))
+
     def consumers_changed(self, changed: Iterable[str]) -> None:
         """Send every consumer of these groups the notice that makes it divide the queues again."""
         for group in changed:
@@ -335,6 +345,10 @@ class Server:
         for work in posted:
             work()
 
+    def parked_calls(self) -> Iterator[Call]:
+        """Yield every call that waits."""
+        return chain.from_iterable(connection.parked for connection in self._connections)
+
     def may_park(self, connection: Connection) -> bool:
         """Return True if another call of the connection may wait."""
         return len(connection.parked) < self.limits.parked_by_connection and self.parked < self.limits.parked
@@ -348,7 +362,13 @@ class Server:
     def do_in_thread(self, call: Call, work: Callable[[], Result], answer: Callable[[Result], object]) -> None:
         """Do `work`, which may wait for the disk, in the worker thread, then `answer` in the loop's thread."""
         self.check_busy(call.connection)
-        done = self._worker.submit(work)
+        self.when_done(call, self._worker.submit(work), answer)
+
+    def when_done(self, call: Call, done: Future[Result], answer: Callable[[Result], object]) -> None:
+        """Answer a call when its work is done: now, or in the loop's thread after a wait for the disk."""
+        if done.done():
+            answer(done.result())
+            return
         call.connection.park(call, lambda: None)
         done.add_done_callback(lambda _: self.post(partial(self.resume, call, lambda: answer(done.result()))))
 

@@ -17,6 +17,7 @@ from mqstore.broker.pop.orderinfo import check_order_info
 from mqstore.broker.tables.groups import check_groups
 from mqstore.broker.tables.localoffsets import LOCAL_OFFSETS, check_local_offsets
 from mqstore.broker.tables.offsets import check_offsets
+from mqstore.broker.tables.requestmodes import check_request_modes
 from mqstore.broker.tables.topics import check_topics
 from mqstore.errors import UnsupportedStoreError
 from mqstore.files.jsonfile import Check
@@ -70,6 +71,7 @@ CONFIG_CHECKS: Final[Mapping[str, Check]] = {
     "config/consumerOffset.json": check_offsets,
     "config/delayOffset.json": check_delay_offsets,
     "config/consumerOrderInfo.json": check_order_info,
+    "config/messageRequestMode.json": check_request_modes,
     f"{LOCAL_OFFSETS}/*/*.json": check_local_offsets,
     OVERWRITE_FILE: check_overwrite,
 }
