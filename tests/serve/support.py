@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mqstore import Store
-from mqstore.remoting.frames import ONE_WAY, Frame, FrameReader, encode
+from mqstore.remoting.frames import ONE_WAY, RESPONSE, Frame, FrameReader, encode
 from mqstore.serve import Limits, Server
 from tests.tools.support import process
 
@@ -149,8 +149,18 @@ class Client:
             if frame.is_response:
                 self._answers[frame.opaque] = frame
             else:
-                assert frame.flag == ONE_WAY
+                assert frame.flag in (0, ONE_WAY)
                 self.notices.append(frame)
+
+    def notice(self) -> Frame:
+        """Return the next request of the server."""
+        while not self.notices:
+            self.receive()
+        return self.notices.pop(0)
+
+    def reply(self, request: Frame, code: int, body: bytes) -> None:
+        """Answer a request of the server."""
+        self.socket.sendall(encode(Frame(code, {}, body, opaque=request.opaque, flag=RESPONSE, binary=self._binary)))
 
     def ask(self, code: int, fields: Mapping[str, Any] | None = None, body: bytes = b"") -> Frame:
         """Send a request and return its answer."""

@@ -96,7 +96,7 @@ def serve(
     """Serve DIR as the name server and broker of RocketMQ's clients, 4.x and 5.x, Java or Go.
 
     DIR is created if it does not exist. Clients send, and consume with push, pull and lite pull consumers. Filters,
-    order, delays, retries, dead letters, transactions and POP work. mqadmin is not served yet.
+    order, delays, retries, dead letters, transactions and POP work, and so does mqadmin.
 
     The line "ready remoting=HOST:PORT unix=PATH" is printed once clients can connect; with --json it is an object. The
     file serve.json in DIR names the same endpoints while the server runs. Ctrl-C or

@@ -161,6 +161,7 @@ class Broker(Closing, Sending, BrokerContract):
         self.ack_at_once = self._pop.ack_at_once
         self.has_room = store.wakeups.log.has_room
         self.save_offsets = parts.offsets.save
+        self._statistics = parts.statistics  # a server shows counters without the cost of `stats`
         self.transactions = Transactions(parts, wake("transactions"))
         keepers: dict[str, BackgroundService] = {
             "offsets": parts.offsets,

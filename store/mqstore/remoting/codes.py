@@ -18,12 +18,20 @@ class Code(IntEnum):
 
     SEND_MESSAGE = 10
     PULL_MESSAGE = 11
+    QUERY_MESSAGE = 12
     QUERY_CONSUMER_OFFSET = 14
     UPDATE_CONSUMER_OFFSET = 15
+    UPDATE_AND_CREATE_TOPIC = 17
+    UPDATE_AND_CREATE_TOPIC_LIST = 18
+    GET_ALL_TOPIC_CONFIG = 21
+    UPDATE_BROKER_CONFIG = 25
+    GET_BROKER_CONFIG = 26
+    GET_BROKER_RUNTIME_INFO = 28
     SEARCH_OFFSET_BY_TIMESTAMP = 29
     GET_MAX_OFFSET = 30
     GET_MIN_OFFSET = 31
     GET_EARLIEST_MSG_STORETIME = 32
+    VIEW_MESSAGE_BY_ID = 33
     HEART_BEAT = 34
     UNREGISTER_CLIENT = 35
     CONSUMER_SEND_MSG_BACK = 36
@@ -33,11 +41,43 @@ class Code(IntEnum):
     NOTIFY_CONSUMER_IDS_CHANGED = 40
     LOCK_BATCH_MQ = 41
     UNLOCK_BATCH_MQ = 42
+    GET_ALL_CONSUMER_OFFSET = 43
+    GET_ALL_DELAY_OFFSET = 45
     CHECK_CLIENT_CONFIG = 46
+    GET_KV_CONFIG = 101
     GET_ROUTEINFO_BY_TOPIC = 105
     GET_BROKER_CLUSTER_INFO = 106
+    UPDATE_AND_CREATE_SUBSCRIPTIONGROUP = 200
+    GET_ALL_SUBSCRIPTIONGROUP_CONFIG = 201
+    GET_TOPIC_STATS_INFO = 202
+    GET_CONSUMER_CONNECTION_LIST = 203
+    GET_PRODUCER_CONNECTION_LIST = 204
+    GET_ALL_TOPIC_LIST_FROM_NAMESERVER = 206
+    DELETE_SUBSCRIPTIONGROUP = 207
+    GET_CONSUME_STATS = 208
+    DELETE_TOPIC_IN_BROKER = 215
+    DELETE_TOPIC_IN_NAMESRV = 216
+    RESET_CONSUMER_CLIENT_OFFSET = 220
+    INVOKE_BROKER_TO_RESET_OFFSET = 222
+    GET_TOPICS_BY_CLUSTER = 224
+    UPDATE_AND_CREATE_SUBSCRIPTIONGROUP_LIST = 225
+    QUERY_TOPIC_CONSUME_BY_WHO = 300
+    GET_SYSTEM_TOPIC_LIST_FROM_NS = 304
+    GET_SYSTEM_TOPIC_LIST_FROM_BROKER = 305
+    GET_CONSUMER_RUNNING_INFO = 307
+    CONSUME_MESSAGE_DIRECTLY = 309
     SEND_MESSAGE_V2 = 310
+    VIEW_BROKER_STATS_DATA = 315
+    GET_BROKER_CONSUME_STATS = 317
+    UPDATE_NAMESRV_CONFIG = 318
+    GET_NAMESRV_CONFIG = 319
     SEND_BATCH_MESSAGE = 320
+    QUERY_CONSUME_QUEUE = 321
+    GET_ALL_PRODUCER_INFO = 328
+    QUERY_TOPICS_BY_CONSUMER = 343
+    QUERY_SUBSCRIPTION_BY_CONSUMER = 345
+    GET_TOPIC_CONFIG = 351
+    GET_SUBSCRIPTIONGROUP_CONFIG = 352
     LITE_PULL_MESSAGE = 361
     QUERY_ASSIGNMENT = 400
     SET_MESSAGE_REQUEST_MODE = 401
@@ -50,7 +90,7 @@ class Code(IntEnum):
     BATCH_ACK_MESSAGE = 200_151
 
 
-NOT_SUPPORTED, QUERY_NOT_FOUND, POLLING_FULL, POLLING_NOT_FOUND, GO_AWAY = 3, 22, 209, 210, 1500
+NOT_SUPPORTED, QUERY_NOT_FOUND, CONSUMER_NOT_ONLINE, POLLING_FULL, POLLING_NOT_FOUND, GO_AWAY = 3, 22, 206, 209, 210, 1500
 """Codes of answers that no error of the library has. All others are in `ResultCode`."""
 
 
@@ -103,6 +143,8 @@ _SEND_V2: Final = tuple(each._replace(name=_LETTERS[each.name]) for each in _SEN
 _QUEUE: Final = _fields("topic! queueId!:i32")
 _GROUP_QUEUE: Final = _fields("consumerGroup! topic! queueId!:i32")
 _RECEIPT: Final = _GROUP_QUEUE + _fields("extraInfo! offset!:i64")
+_TOPIC: Final = _fields("topic!")
+_GROUP: Final = _fields("group!")
 
 REQUESTS: Final[Mapping[int, tuple[_Field, ...]]] = {
     Code.SEND_MESSAGE: _SEND,
@@ -143,6 +185,54 @@ REQUESTS: Final[Mapping[int, tuple[_Field, ...]]] = {
     Code.POLLING_INFO: _GROUP_QUEUE,
     Code.GET_ROUTEINFO_BY_TOPIC: _fields("topic!"),
     Code.GET_BROKER_CLUSTER_INFO: (),
+    Code.QUERY_MESSAGE: _fields("topic! key! maxNum!:i32 beginTimestamp!:i64 endTimestamp!:i64 _UNIQUE_KEY_QUERY:bool"),
+    Code.UPDATE_AND_CREATE_TOPIC: _fields(
+        "topic! readQueueNums!:i32 writeQueueNums!:i32 perm!:i32 order:bool attributes force:bool"
+    ),
+    Code.VIEW_MESSAGE_BY_ID: _fields("offset!:i64"),
+    Code.GET_TOPIC_STATS_INFO: _TOPIC,
+    Code.GET_CONSUMER_CONNECTION_LIST: _fields("consumerGroup!"),
+    Code.GET_PRODUCER_CONNECTION_LIST: _fields("producerGroup!"),
+    Code.DELETE_SUBSCRIPTIONGROUP: _fields("groupName!"),
+    Code.GET_CONSUME_STATS: _fields("consumerGroup! topic topicList"),
+    Code.DELETE_TOPIC_IN_BROKER: _TOPIC,
+    Code.INVOKE_BROKER_TO_RESET_OFFSET: _fields(
+        "group! topic! timestamp!:i64 isForce:bool=true queueId:i32=-1 offset:i64"
+    ),
+    Code.GET_TOPICS_BY_CLUSTER: _fields("cluster!"),
+    Code.QUERY_TOPIC_CONSUME_BY_WHO: _TOPIC,
+    Code.GET_CONSUMER_RUNNING_INFO: _fields("consumerGroup! clientId!"),
+    Code.CONSUME_MESSAGE_DIRECTLY: _fields("consumerGroup! clientId! msgId!"),
+    Code.VIEW_BROKER_STATS_DATA: _fields("statsName! statsKey!"),
+    Code.GET_BROKER_CONSUME_STATS: _fields("isOrder:bool"),
+    Code.QUERY_CONSUME_QUEUE: _fields("topic! queueId!:i32 index!:i64 count!:i32 consumerGroup"),
+    Code.QUERY_TOPICS_BY_CONSUMER: _GROUP,
+    Code.QUERY_SUBSCRIPTION_BY_CONSUMER: _fields("group! topic!"),
+    Code.GET_TOPIC_CONFIG: _TOPIC,
+    Code.GET_SUBSCRIPTIONGROUP_CONFIG: _GROUP,
+    **dict.fromkeys(
+        (
+            Code.UPDATE_AND_CREATE_TOPIC_LIST,
+            Code.GET_ALL_TOPIC_CONFIG,
+            Code.UPDATE_BROKER_CONFIG,
+            Code.GET_BROKER_CONFIG,
+            Code.GET_BROKER_RUNTIME_INFO,
+            Code.GET_ALL_CONSUMER_OFFSET,
+            Code.GET_ALL_DELAY_OFFSET,
+            Code.GET_KV_CONFIG,
+            Code.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP,
+            Code.GET_ALL_SUBSCRIPTIONGROUP_CONFIG,
+            Code.GET_ALL_TOPIC_LIST_FROM_NAMESERVER,
+            Code.DELETE_TOPIC_IN_NAMESRV,
+            Code.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP_LIST,
+            Code.GET_SYSTEM_TOPIC_LIST_FROM_NS,
+            Code.GET_SYSTEM_TOPIC_LIST_FROM_BROKER,
+            Code.UPDATE_NAMESRV_CONFIG,
+            Code.GET_NAMESRV_CONFIG,
+            Code.GET_ALL_PRODUCER_INFO,
+        ),
+        (),
+    ),
     **dict.fromkeys(range(31_000, 31_100), ()),  # mqstore's own, whose arguments are in the body (`calls`)
 }
 """Fields of each request that the server answers."""

@@ -203,7 +203,7 @@ def _from_json(header: bytes) -> Frame:
         flag=flag,
         remark=remark if type(remark) is str else None,
         version=version,
-        language=language if type(language) is str else "OTHER",
+        language=language if type(language) is str and language in _LANGUAGE_BYTES else "OTHER",
     )
 
 

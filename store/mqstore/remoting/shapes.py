@@ -21,6 +21,30 @@ def dumps(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode()
 
 
+def queue_key(broker_name: str, topic: str, queue_id: int) -> tuple[tuple[str, str | int], ...]:
+    """Return a queue as a key of `dumps_tables`."""
+    return (("brokerName", broker_name), ("queueId", queue_id), ("topic", topic))
+
+
+def dumps_tables(value: Any) -> bytes:
+    """Return a body in which objects are keys, as fastjson writes them and no JSON parser reads them. Such a key is
+    given by its members.
+
+    >>> dumps_tables({"offsetTable": {queue_key("b", "orders", 3): 7}})
+    b'{"offsetTable":{{"brokerName":"b","queueId":3,"topic":"orders"}:7}}'
+    """
+    return _text_of(value).encode()
+
+
+def _text_of(value: Any) -> str:
+    if isinstance(value, dict):
+        keys = (_text_of(dict(key)) if isinstance(key, tuple) else dumps(str(key)).decode() for key in value)
+        return "{" + ",".join(map(":".join, zip(keys, map(_text_of, value.values()), strict=True))) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_text_of, value)) + "]"
+    return dumps(value).decode()
+
+
 def loads(body: bytes) -> dict[str, Any]:
     """Return the object of a body. Raises FormatError if it is none."""
     value = decode(body)

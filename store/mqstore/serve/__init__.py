@@ -8,6 +8,7 @@
     routes       names: topics, brokers          send     messages in
     pull         messages out, and waiting       groups   heartbeats, offsets, locks, failed messages
     pop          messages out, by receipt        assignment   queues of a member, pulled or popped
+    admin        changes and clients, for mqadmin        queries  messages, offsets and statistics, for mqadmin
 
 One thread runs all of it, in an event loop. Nothing in it waits for the disk.
 """

@@ -85,6 +85,8 @@ class Connection(asyncio.Protocol):
         """Address at which the client has reached the server. Routes name it."""
         self.client_ids: set[str] = set()
         """Clients that have sent a heartbeat on it."""
+        self.asked: dict[int, Callable[[Frame], object]] = {}
+        """Requests of the server that this client has not answered, by their numbers."""
         self.last_frame_s = self._loop.time()
 
     @property

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 def _heartbeat(server: Server, call: Call) -> None:
     connection, body = call.connection, loads(call.frame.body)
-    changed = server.registry.heartbeat(connection, body, server.loop.time())
+    frame = call.frame
+    changed = server.registry.heartbeat(connection, body, server.loop.time(), frame.language, frame.version)
     for group in changed:
         if not all(consumer.broadcasting for consumer in server.registry.consumers(group).values()):
             server.try_quietly(partial(_enter, server, group))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mqstore.errors import FormatError
+from mqstore.remoting.frames import VERSION
 
 if TYPE_CHECKING:
     from mqstore.serve.connection import Connection
@@ -43,6 +44,8 @@ class Consumer:
     broadcasting: bool
     kind: str
     """CONSUME_PASSIVELY (push) or CONSUME_ACTIVELY (pull)."""
+    start: str
+    """Where it begins without an offset, as CONSUME_FROM_LAST_OFFSET."""
 
 
 @dataclass(slots=True)
@@ -68,7 +71,14 @@ class Registry:
         self._consumers: dict[str, dict[str, Consumer]] = {}
         self._producers: dict[str, set[str]] = {}
 
-    def heartbeat(self, connection: Connection, body: Mapping[str, Any], now_s: float) -> set[str]:
+    def heartbeat(
+        self,
+        connection: Connection,
+        body: Mapping[str, Any],
+        now_s: float,
+        language: str = "OTHER",
+        version: int = VERSION,
+    ) -> set[str]:
         """Note a heartbeat. Return the groups whose consumers have changed.
         Raises FormatError for a body of another shape, and notes nothing."""
         client_id, consumers, producers = _heartbeat(body, connection)
@@ -80,8 +90,8 @@ class Registry:
         changed = set()
         if client is None or client.connection is not connection:
             changed = set() if client is None else set(client.consumes)
-            old = Client(connection, "", 0, now_s) if client is None else client
-            client = Client(connection, "", 0, now_s, old.consumes, old.produces)
+            old = Client(connection, language, version, now_s) if client is None else client
+            client = Client(connection, language, version, now_s, old.consumes, old.produces)
             self.clients[client_id] = client
             connection.client_ids.add(client_id)
         client.seen_s = now_s
@@ -110,6 +120,15 @@ class Registry:
     def consumers(self, group: str) -> Mapping[str, Consumer]:
         """Return the consumers of a group by client id."""
         return self._consumers.get(group, {})
+
+    def groups(self, *, of_producers: bool = False) -> list[str]:
+        """Return the groups that have consumers, or producers."""
+        return sorted(self._producers if of_producers else self._consumers)
+
+    def subscription(self, group: str, topic: str) -> Subscription | None:
+        """Return the subscription of a group's consumers to a topic, or None."""
+        found = (consumer.subscriptions.get(topic) for consumer in self.consumers(group).values())
+        return next(filter(None, found), None)
 
     def producers(self, group: str) -> list[Connection]:
         """Return the connections of a group's producers. Any thread may call this."""
@@ -166,7 +185,8 @@ def _heartbeat(body: Mapping[str, Any], connection: Connection) -> tuple[str, di
                 connection,
                 dict(_subscriptions(each.get("subscriptionDataSet") or ())),
                 each.get("messageModel") == "BROADCASTING",
-                str(each.get("consumeType")),
+                str(each.get("consumeType") or "CONSUME_PASSIVELY"),
+                str(each.get("consumeFromWhere") or "CONSUME_FROM_LAST_OFFSET"),
             )
             for each in body.get("consumerDataSet") or ()
         }

@@ -36,7 +36,7 @@ from mqstore.errors import (
 )
 from mqstore.remoting.codes import GO_AWAY, NOT_SUPPORTED, REQUESTS, Code, values_of
 from mqstore.remoting.frames import FRAME_BYTES_MAX, ONE_WAY, Frame
-from mqstore.serve import assignment, groups, listening, own, pop, pull, routes, send, transactions
+from mqstore.serve import admin, assignment, groups, listening, own, pop, pull, queries, routes, send, transactions
 from mqstore.serve.connection import Call, Connection
 from mqstore.serve.listening import Address, Listening
 from mqstore.serve.registry import Registry
@@ -50,7 +50,8 @@ Result = TypeVar("Result")
 Handler = Callable[["Server", Call], None]
 _HANDLERS: Final[Mapping[int, Handler]] = dict(
     chain.from_iterable(
-        room.HANDLERS.items() for room in (routes, send, pull, pop, groups, assignment, transactions, own)
+        room.HANDLERS.items()
+        for room in (routes, send, pull, pop, groups, assignment, transactions, admin, queries, own)
     )
 )
 _CODES: Final[Mapping[type[Exception], int]] = {
@@ -64,6 +65,8 @@ _GRACE_S: Final = 2
 """Seconds that a stopping server waits for the disk. Requests meanwhile are answered with GO_AWAY."""
 _CLOSING_S: Final = 0.5
 """Seconds that clients of a stopping server have for their last answers."""
+_ANSWER_S: Final = 10
+"""Seconds that a client has for the answer to a request of the server."""
 _IDLE_S: Final = 120
 """Seconds without a frame after which a connection is closed. Clients send a heartbeat each 30 s."""
 
@@ -146,6 +149,7 @@ class Server:
         self._sweeper: asyncio.TimerHandle | None = None
         self._opaque = 1 << 20
         self._worker = ThreadPoolExecutor(1, "mqstore-serve")
+        self._desk = ThreadPoolExecutor(1, "mqstore-serve-admin")
         self.own = own.Own(self)
 
     async def __aenter__(self) -> Server:
@@ -192,6 +196,7 @@ class Server:
         await self._until(lambda: not self._connections, _CLOSING_S)
         self.own.stop()
         self._worker.shutdown()
+        self._desk.shutdown(cancel_futures=True)
 
     async def _until(self, done: Callable[[], bool], timeout_s: float) -> None:
         until_s = self.loop.time() + timeout_s
@@ -245,6 +250,8 @@ class Server:
         self._connections.discard(connection)
         self._unheard.pop(connection, None)
         self.own.leave(connection)
+        for answer in list(connection.asked.values()):
+            answer(Frame(ResultCode.SYSTEM_ERROR, remark="the client has left"))
         for client_id in list(connection.client_ids):
             self._gone(client_id, connection)
         self._wait_for_clients()
@@ -279,6 +286,25 @@ class Server:
         notice.opaque, notice.flag = self._opaque, ONE_WAY
         connection.send(notice, notice.body)
 
+    def forward(self, call: Call, connection: Connection, request: Frame) -> None:
+        """Send a request to another client. Its answer is the answer of `call`."""
+        self.check_busy(call.connection)
+        self._opaque += 1
+        request.opaque = opaque = self._opaque
+        refuse = partial(call.reply, ResultCode.SYSTEM_ERROR, remark="the client has not answered")
+        timer = self.loop.call_later(_ANSWER_S, self.resume, call, refuse)
+
+        def cancel() -> None:
+            timer.cancel()
+            connection.asked.pop(opaque, None)
+
+        def answer(frame: Frame) -> None:
+            self.resume(call, partial(call.reply, frame.code, frame.fields, frame.body, frame.remark))
+
+        call.connection.park(call, cancel, refuse)
+        connection.asked[opaque] = answer
+        connection.send(request, request.body)
+
     def _sweep(self) -> None:
         now_s = self.loop.time()
         for client_id in self.registry.expired(now_s):
@@ -293,7 +319,9 @@ class Server:
     def handle(self, connection: Connection, frame: Frame) -> None:
         """Handle one received frame. Every error of a request is its answer."""
         if frame.is_response:
-            return  # nothing that the server asks is answered yet
+            if (taken := connection.asked.pop(frame.opaque, None)) is not None:
+                taken(frame)
+            return
         call = Call(connection, frame)
         if self.stopping:
             call.reply(GO_AWAY, remark="the server stops")
@@ -359,10 +387,13 @@ class Server:
             call.connection.forget(call)
             self._attempt(call, work)
 
-    def do_in_thread(self, call: Call, work: Callable[[], Result], answer: Callable[[Result], object]) -> None:
-        """Do `work`, which may wait for the disk, in the worker thread, then `answer` in the loop's thread."""
+    def do_in_thread(
+        self, call: Call, work: Callable[[], Result], answer: Callable[[Result], object], *, long: bool = False
+    ) -> None:
+        """Do `work`, which may wait for the disk, in a worker thread, then `answer` in the loop's thread. `long` work
+        has a thread of its own, so that messages do not wait for it."""
         self.check_busy(call.connection)
-        self.when_done(call, self._worker.submit(work), answer)
+        self.when_done(call, (self._desk if long else self._worker).submit(work), answer)
 
     def when_done(self, call: Call, done: Future[Result], answer: Callable[[Result], object]) -> None:
         """Answer a call when its work is done: now, or in the loop's thread after a wait for the disk."""
