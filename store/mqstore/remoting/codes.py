@@ -147,6 +147,7 @@ _TOPIC: Final = _fields("topic!")
 _GROUP: Final = _fields("group!")
 
 REQUESTS: Final[Mapping[int, tuple[_Field, ...]]] = {
+    **dict.fromkeys(Code, ()),
     Code.SEND_MESSAGE: _SEND,
     Code.SEND_MESSAGE_V2: _SEND_V2,
     Code.SEND_BATCH_MESSAGE: _SEND_V2,
@@ -158,7 +159,6 @@ REQUESTS: Final[Mapping[int, tuple[_Field, ...]]] = {
     Code.GET_MAX_OFFSET: _QUEUE,
     Code.GET_MIN_OFFSET: _QUEUE,
     Code.GET_EARLIEST_MSG_STORETIME: _QUEUE,
-    Code.HEART_BEAT: (),
     Code.UNREGISTER_CLIENT: _fields("clientID! producerGroup consumerGroup"),
     Code.CONSUMER_SEND_MSG_BACK: _fields(
         "offset!:i64 group! delayLevel!:i32 originMsgId originTopic unitMode:bool maxReconsumeTimes:i32=-1"
@@ -168,23 +168,16 @@ REQUESTS: Final[Mapping[int, tuple[_Field, ...]]] = {
         "fromTransactionCheck:bool msgId! transactionId topic"
     ),
     Code.GET_CONSUMER_LIST_BY_GROUP: _fields("consumerGroup!"),
-    Code.LOCK_BATCH_MQ: (),
-    Code.UNLOCK_BATCH_MQ: (),
-    Code.CHECK_CLIENT_CONFIG: (),
-    Code.QUERY_ASSIGNMENT: (),
-    Code.SET_MESSAGE_REQUEST_MODE: (),
     Code.POP_MESSAGE: _GROUP_QUEUE
     + _fields(
         "maxMsgNums!:i32 invisibleTime!:i64 pollTime!:i64 bornTime!:i64 initMode!:i32 expType exp order:bool attemptId"
     ),
     Code.ACK_MESSAGE: _RECEIPT,
-    Code.BATCH_ACK_MESSAGE: (),
     Code.PEEK_MESSAGE: _GROUP_QUEUE + _fields("maxMsgNums!:i32"),
     Code.CHANGE_MESSAGE_INVISIBLETIME: _RECEIPT + _fields("invisibleTime!:i64"),
     Code.NOTIFICATION: _GROUP_QUEUE + _fields("pollTime!:i64 bornTime!:i64 expType exp order:bool attemptId"),
     Code.POLLING_INFO: _GROUP_QUEUE,
     Code.GET_ROUTEINFO_BY_TOPIC: _fields("topic!"),
-    Code.GET_BROKER_CLUSTER_INFO: (),
     Code.QUERY_MESSAGE: _fields("topic! key! maxNum!:i32 beginTimestamp!:i64 endTimestamp!:i64 _UNIQUE_KEY_QUERY:bool"),
     Code.UPDATE_AND_CREATE_TOPIC: _fields(
         "topic! readQueueNums!:i32 writeQueueNums!:i32 perm!:i32 order:bool attributes force:bool"
@@ -210,30 +203,6 @@ REQUESTS: Final[Mapping[int, tuple[_Field, ...]]] = {
     Code.QUERY_SUBSCRIPTION_BY_CONSUMER: _fields("group! topic!"),
     Code.GET_TOPIC_CONFIG: _TOPIC,
     Code.GET_SUBSCRIPTIONGROUP_CONFIG: _GROUP,
-    **dict.fromkeys(
-        (
-            Code.UPDATE_AND_CREATE_TOPIC_LIST,
-            Code.GET_ALL_TOPIC_CONFIG,
-            Code.UPDATE_BROKER_CONFIG,
-            Code.GET_BROKER_CONFIG,
-            Code.GET_BROKER_RUNTIME_INFO,
-            Code.GET_ALL_CONSUMER_OFFSET,
-            Code.GET_ALL_DELAY_OFFSET,
-            Code.GET_KV_CONFIG,
-            Code.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP,
-            Code.GET_ALL_SUBSCRIPTIONGROUP_CONFIG,
-            Code.GET_ALL_TOPIC_LIST_FROM_NAMESERVER,
-            Code.DELETE_TOPIC_IN_NAMESRV,
-            Code.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP_LIST,
-            Code.GET_SYSTEM_TOPIC_LIST_FROM_NS,
-            Code.GET_SYSTEM_TOPIC_LIST_FROM_BROKER,
-            Code.UPDATE_NAMESRV_CONFIG,
-            Code.GET_NAMESRV_CONFIG,
-            Code.GET_ALL_PRODUCER_INFO,
-        ),
-        (),
-    ),
-    **dict.fromkeys(range(31_000, 31_100), ()),  # mqstore's own, whose arguments are in the body (`calls`)
 }
 """Fields of each request that the server answers."""
 _LONG_NAMES: Final = {letter: name for name, letter in _LETTERS.items()}

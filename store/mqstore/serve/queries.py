@@ -282,7 +282,6 @@ def _options(server: Server, call: Call) -> bytes:
         "maxMessageSize": store.manifest.max_message_size,
         "messageDelayLevel": store.manifest.delay_levels,
         "recallMessageEnable": True,
-        "storePathRootDir": store.path,
         "timerMaxDelaySec": round(seconds(server.broker.limits.max_delay, "max_delay")),
         "timerWheelEnable": True,
     }
