@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 
 _Put = TypeVar("_Put", bound=Callable[..., Any])
 
-_VERSION = 30
+_VERSION = 31
 """Version of the functions' parameters and results. A module built from older sources is not used."""
 
 

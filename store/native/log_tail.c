@@ -74,7 +74,8 @@ static long long now_of(LogTail *self)
 static size_t header_of(LogTail *self, QueueTail *queue, uint8_t *at, uint32_t size, long long position, long long now_ms,
                         uint32_t body_size, const Extra *extra)
 {
-    size_t born = (size_t)PyBytes_GET_SIZE(self->born_host), store = (size_t)PyBytes_GET_SIZE(self->store_host);
+    PyObject *born_host = extra->born_host ? extra->born_host : self->born_host;
+    size_t born = (size_t)PyBytes_GET_SIZE(born_host), store = (size_t)PyBytes_GET_SIZE(self->store_host);
     put32(at, size);
     put32(at + MAGIC_AT, (uint32_t)queue->magic);
     put32(at + CHECKSUM_AT, 0);
@@ -83,13 +84,13 @@ static size_t header_of(LogTail *self, QueueTail *queue, uint8_t *at, uint32_t s
     put64(at + QUEUE_OFFSET_AT, (uint64_t)queue->next_offset);
     put64(at + PHYSICAL_OFFSET_AT, (uint64_t)position);
     put32(at + SYS_FLAG_AT, extra->sys_flag | (born == IPV6_BYTES ? BORN_HOST_V6 : 0) | (store == IPV6_BYTES ? STORE_HOST_V6 : 0));
-    put64(at + BORN_TIMESTAMP_AT, (uint64_t)now_ms);
-    memcpy(at + BORN_HOST_AT, PyBytes_AS_STRING(self->born_host), born);
+    put64(at + BORN_TIMESTAMP_AT, (uint64_t)(extra->born_host ? extra->born_ms : now_ms));
+    memcpy(at + BORN_HOST_AT, PyBytes_AS_STRING(born_host), born);
     at += born - IPV4_BYTES; /* which moves all fields after it */
     put64(at + STORE_TIMESTAMP_AT_V4, (uint64_t)now_ms);
     memcpy(at + STORE_HOST_AT_V4, PyBytes_AS_STRING(self->store_host), store);
     at += store - IPV4_BYTES;
-    put32(at + RECONSUME_TIMES_AT_V4, 0);
+    put32(at + RECONSUME_TIMES_AT_V4, extra->reconsume_times);
     put64(at + PREPARED_OFFSET_AT_V4, 0);
     put32(at + BODY_LENGTH_AT_V4, body_size);
     return BODY_AT_V4 + born + store - 2 * IPV4_BYTES;
@@ -116,7 +117,7 @@ PyObject *tuple_of(PyObject *type, PyObject **items, Py_ssize_t count)
     return tuple;
 }
 
-static bool is_host(PyObject *host)
+bool is_host(PyObject *host)
 {
     return host && PyBytes_Check(host) && (PyBytes_GET_SIZE(host) == IPV4_BYTES || PyBytes_GET_SIZE(host) == IPV6_BYTES);
 }
@@ -142,12 +143,13 @@ int log_tail_store(PyObject *tip, QueueTail *queue, const char *body, Py_ssize_t
     static const Extra nothing = {0};
     LogTail *self = (LogTail *)tip;
     extra = extra ? extra : &nothing;
-    if (!self->plain || self->appending || !self->time_ns || !is_host(self->born_host) || !is_host(self->store_host))
+    PyObject *born_host = extra->born_host ? extra->born_host : self->born_host;
+    if (!self->plain || self->appending || !self->time_ns || !is_host(born_host) || !is_host(self->store_host))
         return 0;
     /* If every put waits for its sync, write by a call: each sync makes the pages of a mapping that were stored to read-only,
        which takes longer than the sync itself, and the next store faults again. */
     bool by_call = self->group && self->group != Py_None;
-    Py_ssize_t hosts_size = PyBytes_GET_SIZE(self->born_host) + PyBytes_GET_SIZE(self->store_host);
+    Py_ssize_t hosts_size = PyBytes_GET_SIZE(born_host) + PyBytes_GET_SIZE(self->store_host);
     Py_ssize_t size = BODY_AT_V4 - 2 * IPV4_BYTES + hosts_size + body_size + tail_size + extra->size;
     if (size > INT32_MAX || (by_call && (self->fd < 0 || size > MOST_CALLED)))
         return 0;

@@ -13,7 +13,7 @@
 #include "table.h"
 
 /* Incremented with every change of a function's arguments or result; store/mqstore/native.py has the same number. */
-#define NATIVE_VERSION 30
+#define NATIVE_VERSION 31
 
 #if !defined(__GNUC__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || !defined(__LP64__)
 #error "built by GCC or Clang, for processors with 64 bits that are little-endian; elsewhere mqstore runs on Python and numpy"
@@ -216,7 +216,9 @@ typedef struct {
 typedef struct {
     const char *properties;
     Py_ssize_t size;
-    uint32_t flag, sys_flag;
+    uint32_t flag, sys_flag, reconsume_times;
+    PyObject *born_host; /* bytes of an address; NULL: born here and now */
+    long long born_ms;
 } Extra;
 
 /* Store one ordinary record like `CommitLog.append`. 1 if it was stored, 0 if Python must do it (then nothing was changed that
@@ -227,6 +229,8 @@ int log_tail_store(PyObject *tip, QueueTail *queue, const char *body, Py_ssize_t
 void lay_tail(char *to, const char *plain, Py_ssize_t plain_size, const char *properties, Py_ssize_t size);
 /* Return the store's time; -1, with an exception if the clock raised one. */
 long long tip_now_ms(PyObject *tip);
+/* Return true for the bytes of an address. */
+bool is_host(PyObject *host);
 /* Return true if `log_tail_receipt` may be called. */
 bool log_tail_has_receipts(PyObject *tip, QueueTail *queue);
 enum { RECEIPT_ITEMS = 7, UNIQUE_KEY_ITEM = 6 };

@@ -292,27 +292,35 @@ static long long monotonic_ns(void)
     return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
-/* Store the message, and do the rest of `LogWriter.put`. Returns the receipt; NULL with an exception. */
+/* Store a message and do the rest of `LogWriter.put`. 1 with the receipt, 0 if Python must do it, -1 with an exception. */
+static int store_at(Sender *self, QueueTail *queue, PyObject *tail, PyObject *body, const Extra *extra, PyObject *unique_key,
+                    bool waits, PyObject **receipt)
+{
+    long long sampled_ns = queue->next_offset & SAMPLED ? 0 : monotonic_ns();
+    Stored stored;
+    int done = log_tail_store(self->tip, queue, PyBytes_AS_STRING(body), PyBytes_GET_SIZE(body), PyBytes_AS_STRING(tail),
+                              PyBytes_GET_SIZE(tail), extra, &stored);
+    if (done <= 0)
+        return done;
+    *receipt = log_tail_receipt(self->tip, queue, &stored, unique_key);
+    if (*receipt &&
+        (((waits || self->flushes) && !succeeded(PyObject_CallOneArg(self->after, waits ? *receipt : Py_None))) ||
+         (sampled_ns && !succeeded(PyObject_CallFunction(self->note, "OL", queue, monotonic_ns() - sampled_ns)))))
+        Py_CLEAR(*receipt);
+    return *receipt ? 1 : -1;
+}
+
+/* Store the message, by Python if need be. Returns the receipt; NULL with an exception. */
 static PyObject *store(Sender *self, Outgoing *message, QueueTail *queue)
 {
     Text *text = &message->text;
-    long long sampled_ns = queue && !(queue->next_offset & SAMPLED) ? monotonic_ns() : 0;
     Extra extra = {text->bytes, (Py_ssize_t)text->size, (uint32_t)message->flag, (uint32_t)message->sys_flag};
-    Stored stored;
-    int done = !queue ? 0 : log_tail_store(self->tip, queue, PyBytes_AS_STRING(message->body), PyBytes_GET_SIZE(message->body),
-                                      PyBytes_AS_STRING(message->tail), PyBytes_GET_SIZE(message->tail), &extra,
-                                      &stored);
+    PyObject *receipt = NULL;
+    int done = !queue ? 0 : store_at(self, queue, message->tail, message->body, &extra, message->unique_key, message->waits,
+                                     &receipt);
     if (done < 0)
         return NULL;
-    PyObject *receipt;
-    if (done) {
-        receipt = log_tail_receipt(self->tip, queue, &stored, message->unique_key);
-        bool waits = message->waits || self->flushes;
-        if (receipt &&
-            ((waits && !succeeded(PyObject_CallOneArg(self->after, message->waits ? receipt : Py_None))) ||
-             (sampled_ns && !succeeded(PyObject_CallFunction(self->note, "OL", queue, monotonic_ns() - sampled_ns)))))
-            Py_CLEAR(receipt);
-    } else {
+    if (!done) {
         PyObject *properties = PyBytes_FromStringAndSize(text->bytes, (Py_ssize_t)text->size);
         receipt = properties ? PyObject_CallFunction(self->finish, "OOOOOiii", topic_of(self, message), message->stored_id,
                                                      message->body, properties, message->unique_key, message->flag,
@@ -359,6 +367,79 @@ static PyObject *sender_put(Sender *self, PyObject *const *args, Py_ssize_t narg
     return receipt;
 }
 
+/* Copy properties as clients send them, name 1 value 2, perhaps without the last 2. False if Python must look at them: damage,
+   a name twice, a name that changes where or how the message is stored, no unique key. Otherwise `key` is set. */
+static bool add_sent(Text *to, const char *properties, Py_ssize_t size, PyObject **key)
+{
+    static const char *const special[] = {"TRAN_MSG", "DELAY", "TIMER_", "RETRY_TOPIC", "CORRELATION_ID", "__CRC32#", "INNER_"};
+    enum { SPECIAL = sizeof special / sizeof *special, MOST_PAIRS = 32 };
+    struct { const char *at; size_t size; } names[MOST_PAIRS];
+    int count = 0;
+    if (!size || !add(to, properties, (size_t)size) || (properties[size - 1] != 2 && !add(to, "\2", 1)))
+        return false;
+    const char *key_at = NULL, *key_end = NULL, *end = to->bytes + to->size, *stop;
+    for (const char *at = to->bytes; at < end; at = stop + 1, count++) {
+        stop = memchr(at, 2, (size_t)(end - at)); /* the text ends with one */
+        const char *middle = memchr(at, 1, (size_t)(stop - at));
+        if (!middle || middle == at || middle + 1 == stop || memchr(middle + 1, 1, (size_t)(stop - middle - 1)) ||
+            count == MOST_PAIRS)
+            return false;
+        size_t width = (size_t)(middle - at);
+        for (int i = 0; i < SPECIAL; i++)
+            if (*at == *special[i] && width >= strlen(special[i]) && !memcmp(at, special[i], strlen(special[i])))
+                return false;
+        for (int i = 0; i < count; i++)
+            if (names[i].size == width && !memcmp(names[i].at, at, width))
+                return false;
+        names[count].at = at;
+        names[count].size = width;
+        if (width == 8 && !memcmp(at, "UNIQ_KEY", 8)) {
+            key_at = middle + 1;
+            key_end = stop;
+        }
+    }
+    return key_at && (*key = PyUnicode_FromStringAndSize(key_at, key_end - key_at));
+}
+
+/* append(topic, queue_id, body, properties, flag, sys_flag, born_ms, born_host, reconsume_times): store a record with these fields,
+   like `Router.append` without a wait for the disk. Returns the receipt, or None if `Router.append` must do it. */
+static PyObject *sender_append(Sender *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!has_arguments("append", nargs, 9))
+        return NULL;
+    PyObject *topic = args[0], *body = args[2], *tail = NULL, *unique_key = NULL, *receipt = NULL;
+    int32_t flag, sys_flag, times;
+    int beyond = 1;
+    long long born_ms = PyLong_CheckExact(args[6]) ? PyLong_AsLongLongAndOverflow(args[6], &beyond) : 0;
+    if (!PyBytes_CheckExact(body) || PyBytes_GET_SIZE(body) > self->max_body || !PyUnicode_CheckExact(args[3]) || beyond ||
+        !small_integer(args[4], &flag) || !small_integer(args[5], &sys_flag) || !small_integer(args[8], &times) ||
+        !is_host(args[7]) || self->flushes || sys_flag & (TRANSACTION_MASK | INNER_BATCH))
+        Py_RETURN_NONE;
+    Py_ssize_t size;
+    const char *properties = PyUnicode_AsUTF8AndSize(args[3], &size);
+    Text text;
+    text.size = 0;
+    if (properties && add_sent(&text, properties, size, &unique_key)) {
+        PyObject *queue = Py_XNewRef(putter_of(self->putters, topic, args[1], &tail));
+        Extra extra = {text.bytes, (Py_ssize_t)text.size, (uint32_t)flag, (uint32_t)(sys_flag & ~(BORN_HOST_V6 | STORE_HOST_V6)),
+                       (uint32_t)times, args[7], born_ms};
+        if (queue && log_tail_has_receipts(self->tip, (QueueTail *)queue) &&
+            store_at(self, (QueueTail *)queue, tail, body, &extra, unique_key, false, &receipt) < 0)
+            Py_CLEAR(receipt);
+        Py_XDECREF(queue);
+        Py_XDECREF(tail);
+    } else if (!properties && PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) {
+        PyErr_Clear(); /* Python says which character it is */
+    }
+    Py_XDECREF(unique_key);
+    return receipt ? receipt : PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+}
+
+static PyMethodDef sender_methods[] = {
+    {"append", (PyCFunction)(void (*)(void))sender_append, METH_FASTCALL, "Append a record; None: see `Router.append`."},
+    {NULL},
+};
+
 /* Sender(max_body, flushes, tip, ...): members by name. Those from `topics` on need a broker: all of them, or none. */
 static PyObject *sender_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -398,6 +479,7 @@ PyTypeObject SenderType = {
     .tp_dealloc = (destructor)sender_dealloc,
     .tp_traverse = (traverseproc)sender_traverse,
     .tp_clear = (inquiry)sender_clear,
+    .tp_methods = sender_methods,
 };
 
 /* --- the method --- */

@@ -15,12 +15,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mqstore import Profile
+from mqstore import Durability, Profile
 from mqstore.broker.context import Parts
 from mqstore.broker.router import DelayedReceipt
 from mqstore.broker.uniquekey import new_unique_key
 from mqstore.errors import ConfigError, InvalidMessageError
+from mqstore.layout.hosts import encode_host
 from mqstore.layout.record import TRANSACTION_COMMIT, TRANSACTION_PREPARED, TRANSACTION_ROLLBACK
+from mqstore.remoting.shapes import properties_of
 from tests.broker.support import START_MS, clock_of, new_parts
 from tests.without import Door, compiled, put_by_python
 
@@ -194,3 +196,89 @@ def test_copy_keeps_its_origin_and_a_compressed_body(parts: Parts) -> None:
     assert (bytes(copied.body_view), copied.body, copied.reconsume_times) == (stored, b"text " * 100, 3)
     assert copied.stored_properties() == {"k": "w", "ORIGIN_MESSAGE_ID": receipt.message_id}
     assert copied.unique_key == original.unique_key == receipt.message_id
+
+
+# -- records of a server's clients -------------------------------------------------------------------------------------
+
+_NAMES = ["UNIQ_KEY", "TAGS", "KEYS", "TAGS", "shop", "é", "", "DELAY", "TIMER_DELAY_MS", "__CRC32#", "INNER_NUM"]
+_NAMES += ["TIMER_OUT_MS", "TRAN_MSG", "UNIQ_KEYS", "CORRELATION_ID"]
+_PAIR = st.tuples(st.sampled_from(_NAMES), st.sampled_from(["1", "paid", "订", "", "a\1b", "v" * 3000, "\ud800"]))
+_SENT_PROPERTIES = st.builds(
+    lambda pairs, end: "\2".join(f"{name}\1{value}" for name, value in pairs) + end,
+    st.lists(_PAIR, max_size=4).map(lambda pairs: [("UNIQ_KEY", "u"), *pairs]) | st.lists(_PAIR, max_size=3),
+    st.sampled_from(["", "\2", "\2\2", "\2TAGS", "\1"]),
+)
+_I32 = st.sampled_from([0, 0, 1, -5, 2**31 - 1, 2**31, -(2**31) - 1])
+_SENT = st.tuples(
+    st.sampled_from(["orders", "unseen", "t" * 200]),
+    st.sampled_from([0, 1, 7]),
+    st.sampled_from([b"", b"body", b"b" * 3000, b"b" * 70_000]),
+    _SENT_PROPERTIES,
+    _I32,
+    st.sampled_from([0, 1, 0x301, 2, 4, 8, 12, 16, 32, 128, 2**31]),
+    st.sampled_from([0, START_MS, -1, 2**63 - 1, 2**63]),
+    st.sampled_from(["10.1.2.3:4567", "[2001:db8::1]:9"]),
+    _I32,
+)
+
+
+def stored(folder: Path, sent: list[Any], durability: Durability, *, by_python: bool) -> tuple[bytes, list[Any]]:
+    """The commitlog after these records, and of each the receipt or the error."""
+    parts = new_parts(folder, durability=durability, max_message_size=1 << 16)
+    parts.router.append("orders", 0, b"first", {})
+    results: list[Any] = []
+    for topic, queue_id, body, text, flag, sys_flag, born_ms, host, times in sent:
+        numbers = flag, sys_flag, born_ms, encode_host(host), times
+        fields: Any = {"flag": flag, "sys_flag": sys_flag, "born_timestamp_ms": born_ms, "born_host": host}
+        receipt = None
+        try:
+            if not by_python:
+                receipt = parts.router.append_plain(topic, queue_id, body, text, *numbers)
+            if receipt is None:
+                receipt = parts.router.append(
+                    topic, queue_id, body, properties_of(text), reconsume_times=times, **fields
+                )
+            results.append((type(receipt), tuple(receipt)))
+        except InvalidMessageError as error:
+            results.append((type(error), str(error)))
+        clock_of(parts).advance(500)
+    parts.store.close()
+    return b"".join(path.read_bytes() for path in sorted((folder / "commitlog").iterdir())), results
+
+
+@compiled
+@given(st.lists(_SENT, max_size=8), st.sampled_from(["append", "append", "flush"]))
+def test_compiled_append_of_sent_records_agrees_with_python(
+    tmp_path_factory: pytest.TempPathFactory, sent: list[Any], durability: Durability
+) -> None:
+    with mock.patch("mqstore.broker.delay.route.new_unique_key", return_value="drawn"):
+        ours = stored(tmp_path_factory.mktemp("compiled"), sent, durability, by_python=False)
+        assert stored(tmp_path_factory.mktemp("python"), sent, durability, by_python=True) == ours
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("text", "sys_flag", "is_compiled"),
+    [
+        ("UNIQ_KEY\1u\2", 0, True),
+        ("TAGS\1a\2KEYS\1k l\2UNIQ_KEY\1u\2WAIT\1true\2é\1订\2CLUSTER\1c\2", 0x301, True),
+        ("UNIQ_KEY\1u", 0, True),  # 5.x sends it without the last separator
+        ("", 0, False),
+        ("TAGS\1a\2", 0, False),  # its key must be drawn
+        ("UNIQ_KEY\1u\2UNIQ_KEY\1v\2", 0, False),
+        ("UNIQ_KEY\1u\2a\1\2", 0, False),
+        ("UNIQ_KEY\1u\2junk\2", 0, False),
+        *[(f"UNIQ_KEY\1u\2{name}\0011\2", 0, False) for name in ("DELAY", "TIMER_DELAY_SEC", "TRAN_MSG", "INNER_NUM")],
+        ("UNIQ_KEY\1u\2", TRANSACTION_PREPARED, False),
+    ],
+)
+def test_sent_records_that_are_compiled(parts: Parts, text: str, sys_flag: int, is_compiled: bool) -> None:
+    parts.router.append("orders", 0, b"first", {})
+    numbers = 7, sys_flag, 5, encode_host("10.1.2.3:4"), 2
+    receipt = parts.router.append_plain("orders", 0, b"body", text, *numbers)
+    assert (receipt is not None) == is_compiled
+    if receipt is not None:
+        [message] = parts.store.read("orders", 0, 1)
+        assert (message.flag, message.born_timestamp_ms, message.born_host) == (7, 5, "10.1.2.3:4")
+        assert (message.reconsume_times, message.unique_key, receipt.unique_key) == (2, "u", "u")
+        assert message.stored_properties() == properties_of(text)

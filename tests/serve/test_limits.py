@@ -7,11 +7,13 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 import mqstore
-from mqstore import Store
+from mqstore import Store, StoreConfig
+from mqstore.files.filesystem import FileSystem
 from mqstore.remoting.frames import Frame, encode
 from tests.serve.support import ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, Client, Limits, serving
 
@@ -151,3 +153,22 @@ def test_stopping_server_answers_sends_that_wait_for_the_disk(tmp_path: Path) ->
                 codes.append(client.answer(send).code)
         assert set(codes) <= {0, 1500}  # stored, or refused because the server stops
         assert len(list(store.iter("orders"))) >= codes.count(0) > 0
+
+
+@pytest.mark.parametrize("properties", ["UNIQ_KEY\x01u\x02", "DELAY\x011\x02"])  # stored as it came, and rewritten
+def test_send_to_a_full_disk_is_refused(tmp_path: Path, properties: str) -> None:
+    config = StoreConfig(segment_bytes=1 << 20)
+    with (
+        mock.patch.object(FileSystem, "free_bytes", return_value=8 << 20) as free_bytes,
+        mqstore.open(tmp_path / "full", config=config) as full,
+        serving(full) as address,
+        Client(address) as client,
+    ):
+        sends = {**ORDERS, "i": properties}
+        assert client.ask(SEND, sends).code == 0
+        free_bytes.return_value = 0
+        codes = [client.ask(SEND, sends, bytes(1 << 18)).code for _ in range(20)]
+        assert codes == sorted(codes)
+        assert set(codes) == {0, 14}
+        free_bytes.return_value = 8 << 20
+        assert client.ask(SEND, sends, bytes(1 << 18)).code == 0

@@ -186,6 +186,7 @@ class Broker(Closing, Sending, BrokerContract):
         store.closer = self.close
         self._router = parts.router
         self._sender = parts.router._sender
+        self._append_plain = parts.router.append_plain
         # First: nothing is delivered or counted before the messages that an ended process held are back.
         self._housekeeper.run("pop")
         if not self.own_clock:
@@ -255,7 +256,8 @@ class Broker(Closing, Sending, BrokerContract):
         **options: Unpack[RecordOptions],
     ) -> Future[SendReceipt]:
         """Append a record with all its fields, reserved properties included, for a server. The future is that of
-        `put_async`. The caller has checked topic and queue."""
+        `put_async`. The caller has checked topic and queue. Raises StoreFullError, as a put does."""
+        self.store.writer.check_room(len(body))
         return self._without_wait(partial(self._router.append, topic, queue_id, body, properties), {**options})
 
     def _without_wait(self, put: Callable[..., SendReceipt], options: dict[str, Any]) -> Future[SendReceipt]:

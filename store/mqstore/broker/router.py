@@ -95,7 +95,15 @@ class DelayedReceipt(SendReceipt):
         return recall_handle(topic, deliver_ms, self.unique_key)
 
 
+AppendPlain = Callable[[str, int, bytes, str, int, int, int, bytes, int], SendReceipt | None]
+"""Function of topic, queue id, body, encoded properties, flag, system flag, born time (ms), encoded born host and
+reconsume times. It does what `Router.append` does if the properties have a unique key, none of them changes where or
+how the message is stored, and the put does not wait for the disk. Otherwise it changes nothing and returns None."""
 _COMPRESSED = {None: 0, "zlib": COMPRESSED | COMPRESSION_ZLIB}
+
+
+def _declined(*_: object) -> None:
+    """`append_plain` without compiled parts."""
 
 
 class Router(Sending):
@@ -113,7 +121,7 @@ class Router(Sending):
         self.references = References(store)
         self._turns = RoundRobin()
         topics.on_change.append(self._turns.forget)
-        self._sender = self._writer.sender(
+        self._sender = sender = self._writer.sender(
             topics=topics,
             counters=self._turns,
             group_queue=group_queue,
@@ -126,6 +134,8 @@ class Router(Sending):
             max_delay_ms=self._max_delay_ms,
             precision_ms=PRECISION_MS,
         )
+        self.append_plain: AppendPlain = _declined if sender is None else sender.append
+        """Append a record from a client's fields, in one compiled call. None: `append` must do it."""
 
     @compiled_put
     def put(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mqstore.broker.names import RETRY_PREFIX, dlq_topic, is_retry_topic
 from mqstore.broker.uniquekey import new_unique_key
 from mqstore.errors import ConfigError, InvalidMessageError, TopicNotFoundError
+from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import DELAY, TRAN_MSG, UNIQ_KEY
 from mqstore.layout.record import COMPRESSED, COMPRESSION_TYPE_MASK
 from mqstore.log.commitlog import SendReceipt
@@ -27,6 +28,8 @@ _KEPT_FLAGS: Final = COMPRESSED | COMPRESSION_TYPE_MASK | _MULTI_TAGS
 """Bits of a client's sysFlag that pass into the record. Those of addresses and transactions are the server's."""
 _QUEUES_MAX: Final = 8
 """Queues of a topic that a send creates: RocketMQ's limit, whatever the producer asks for."""
+_Put = Future[SendReceipt] | SendReceipt
+"""Receipt of a stored message, or its future, which waits for the disk."""
 _CORRELATION_ID, _CLUSTER = "CORRELATION_ID", "CLUSTER"
 
 
@@ -36,17 +39,19 @@ def _send(server: Server, call: Call) -> None:
         _send_batch(server, call)
         return
     server.check_busy(call.connection)
-    properties = _properties(server, values["properties"])
-    topic = values["topic"]
+    text, topic = values["properties"], values["topic"]
     if is_retry_topic(topic):
-        _send_retry(server, call, properties)
+        _send_retry(server, call, _properties(server, text))
         return
     queue_id = _queue(server, call)
-    if properties.get(TRAN_MSG, "").lower() == "true":
-        prepare(server, call, queue_id, properties, values["sysFlag"] & _KEPT_FLAGS)
-        return
-    put = _append(server, call, topic, queue_id, call.frame.body, properties, values["flag"])
-    _when_stored(server, call, [put], properties[UNIQ_KEY])
+    put: _Put | None = _append_plain(server, call, queue_id, call.frame.body, text, values["flag"])
+    if put is None:
+        properties = _properties(server, text)
+        if properties.get(TRAN_MSG, "").lower() == "true":
+            prepare(server, call, queue_id, properties, values["sysFlag"] & _KEPT_FLAGS)
+            return
+        put = _append(server, call, topic, queue_id, call.frame.body, properties, values["flag"])
+    _when_stored(server, call, [put])
 
 
 def _send_retry(server: Server, call: Call, properties: dict[str, str]) -> None:
@@ -63,8 +68,7 @@ def _send_retry(server: Server, call: Call, properties: dict[str, str]) -> None:
         topic = dlq_topic(group)
         properties.pop(DELAY, None)
     server.broker.topics.ensure(topic)
-    put = _append(server, call, topic, 0, call.frame.body, properties, values["flag"])
-    _when_stored(server, call, [put], properties[UNIQ_KEY])
+    _when_stored(server, call, [_append(server, call, topic, 0, call.frame.body, properties, values["flag"])])
 
 
 def _send_batch(server: Server, call: Call) -> None:
@@ -74,12 +78,30 @@ def _send_batch(server: Server, call: Call) -> None:
     items = list(batch_items(call.frame.body))
     if not items:
         raise InvalidMessageError("the batch has no messages", "body")
-    puts, keys = [], []
-    for flag, body, text in items:
-        properties = _properties(server, text)
-        keys.append(properties[UNIQ_KEY])
-        puts.append(_append(server, call, values["topic"], queue_id, body, properties, flag))
-    _when_stored(server, call, puts, ",".join(keys))
+    puts: list[_Put] = [
+        _append_plain(server, call, queue_id, body, text, flag)
+        or _append(server, call, values["topic"], queue_id, body, _properties(server, text), flag)
+        for flag, body, text in items
+    ]
+    _when_stored(server, call, puts)
+
+
+def _append_plain(
+    server: Server, call: Call, queue_id: int, body: bytes, text: str | None, flag: int
+) -> SendReceipt | None:
+    """Append a message whose properties are stored as they came, in one compiled call. None: use `_append`."""
+    values = call.values
+    return server.broker._append_plain(
+        values["topic"],
+        queue_id,
+        body,
+        text or "",
+        flag,
+        values["sysFlag"] & _KEPT_FLAGS,
+        values["bornTimestamp"],
+        encode_host(call.connection.peer),
+        values["reconsumeTimes"],
+    )
 
 
 def _append(
@@ -127,27 +149,25 @@ def _queue(server: Server, call: Call) -> int:
     return queue_id
 
 
-def _when_stored(server: Server, call: Call, puts: list[Future[SendReceipt]], keys: str) -> None:
+def _when_stored(server: Server, call: Call, puts: list[_Put]) -> None:
     """Answer when all `puts` are done: now, or after the sync that stores with durability "flush" wait for."""
-    if all(put.done() for put in puts):
-        _stored(call, puts, keys)
+    waiting = [put for put in puts if isinstance(put, Future) and not put.done()]
+    if not waiting:
+        _stored(call, puts)
         return
     call.connection.park(call, lambda: None)
-    waiting = [put for put in puts if not put.done()]
     # Puts of one call are synced in their order, so the last one is done last.
-    waiting[-1].add_done_callback(
-        lambda _: server.post(partial(server.resume, call, partial(_stored, call, puts, keys)))
-    )
+    waiting[-1].add_done_callback(lambda _: server.post(partial(server.resume, call, partial(_stored, call, puts))))
 
 
-def _stored(call: Call, puts: list[Future[SendReceipt]], keys: str) -> None:
-    receipts = [put.result() for put in puts]
+def _stored(call: Call, puts: list[_Put]) -> None:
+    receipts = [put.result() if isinstance(put, Future) else put for put in puts]
     first = receipts[0]
     fields: dict[str, Any] = {
         "msgId": ",".join(receipt.message_id for receipt in receipts),
         "queueId": first.queue_id,
         "queueOffset": first.offset,
-        "transactionId": keys,
+        "transactionId": ",".join(receipt.unique_key for receipt in receipts),
     }
     if (handle := getattr(first, "recall_handle", None)) is not None:
         fields["recallHandle"] = handle
