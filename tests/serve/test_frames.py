@@ -6,14 +6,17 @@ import contextlib
 import json
 import struct
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.errors import FormatError
+from mqstore.remoting import frames as module
 from mqstore.remoting.frames import FRAME_BYTES_MAX, HEADER_BYTES_MAX, ONE_WAY, RESPONSE, Frame, FrameReader, encode
 from mqstore.remoting.shapes import batch_items, properties_of
+from tests.without import compiled
 
 _LINES = (Path(__file__).parent.parent / "golden" / "remoting_frames.txt").read_text().splitlines()[1:]
 JAVA = {(kind, case): bytes.fromhex(data) for kind, case, data in map(str.split, _LINES)}
@@ -63,24 +66,24 @@ _TEXT = st.text(max_size=40)
 _I32 = st.integers(-(1 << 31), (1 << 31) - 1)
 
 
-@given(
-    st.lists(
-        st.builds(
-            Frame,
-            st.integers(0, 32_000).filter(lambda code: not 3442 <= code <= 3543),
-            st.dictionaries(_TEXT, _TEXT, max_size=5),
-            st.binary(max_size=100),
-            opaque=_I32,
-            flag=st.integers(0, 3),
-            remark=st.none() | st.text(min_size=1, max_size=40),
-            version=st.integers(0, 600),
-            language=st.sampled_from(["JAVA", "PYTHON", "GO", "OTHER"]),
-            binary=st.booleans(),
-        ),
-        max_size=4,
+_FRAMES = st.lists(
+    st.builds(
+        Frame,
+        st.integers(0, 32_000).filter(lambda code: not 3442 <= code <= 3543),
+        st.dictionaries(_TEXT, _TEXT, max_size=5),
+        st.binary(max_size=100),
+        opaque=_I32,
+        flag=st.integers(0, 3),
+        remark=st.none() | st.text(min_size=1, max_size=40),
+        version=st.integers(0, 600),
+        language=st.sampled_from(["JAVA", "PYTHON", "GO", "OTHER"]),
+        binary=st.booleans(),
     ),
-    st.integers(1, 60),
+    max_size=4,
 )
+
+
+@given(_FRAMES, st.integers(1, 60))
 def test_frames_arrive_whole_from_pieces_of_any_size(frames: list[Frame], piece: int) -> None:
     data = b"".join(map(encode, frames))
     reader, found = FrameReader(), []
@@ -88,6 +91,82 @@ def test_frames_arrive_whole_from_pieces_of_any_size(frames: list[Frame], piece:
         reader.feed(data[at : at + piece])
         found += reader
     assert found == frames
+
+
+_PARTS = [0, 1, 2, 3, 5, 8, 15, 16, 255]
+_DAMAGE = st.lists(st.tuples(st.integers(0, 150), st.sampled_from(_PARTS)), max_size=3)
+_WITH_JAVA = _FRAMES.map(lambda frames: b"".join(map(encode, frames))) | st.sampled_from(sorted(JAVA)).map(
+    JAVA.__getitem__
+)
+
+
+def read_in_pieces(blocks: list[bytes], limit: int) -> tuple[list[Frame], str | None]:
+    """The frames of these blocks, and the error that ends them."""
+    reader = FrameReader(limit)
+    found: list[Frame] = []
+    try:
+        for block in blocks:
+            reader.feed(block)
+            found += reader
+    except FormatError as error:
+        return found, str(error)
+    return found, None
+
+
+@compiled
+@given(st.lists(_WITH_JAVA, max_size=4).map(b"".join), _DAMAGE, st.integers(1, 200), st.sampled_from([150, 1 << 20]))
+def test_compiled_reader_agrees_with_python(data: bytes, damage: list[tuple[int, int]], piece: int, limit: int) -> None:
+    damaged = bytearray(data)
+    for at, value in damage:
+        damaged[at : at + 1] = bytes([value])
+    blocks = [bytes(damaged[at : at + piece]) for at in range(0, len(damaged), piece)]
+    ours = read_in_pieces(blocks, limit)
+    with mock.patch.object(module, "kernel", None):
+        assert read_in_pieces(blocks, limit) == ours
+
+
+_VALUES_SENT = st.text(max_size=8) | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.just("v" * 5000)
+
+
+@compiled
+@given(
+    st.builds(
+        Frame,
+        st.integers(-40_000, 300_000),
+        st.dictionaries(st.text(max_size=8) | st.just("\ud800"), _VALUES_SENT, max_size=3),
+        st.binary(max_size=9),
+        st.integers(-(1 << 32), 1 << 32) | _I32,
+        st.integers(0, 3),
+        st.none() | st.text(max_size=9),
+        st.integers(-40_000, 40_000),
+        st.sampled_from(["JAVA", "PYTHON", "KLINGON"]),
+        st.just(True),
+    ),
+    st.none() | st.integers(0, 1 << 20),
+)
+def test_compiled_encoder_agrees_with_python(frame: Frame, body_bytes: int | None) -> None:
+    def written() -> object:
+        try:
+            return encode(frame, body_bytes)
+        except (struct.error, UnicodeEncodeError) as error:
+            return type(error)
+
+    ours = written()
+    with mock.patch.object(module, "kernel", None):
+        assert written() == ours
+
+
+@compiled
+@pytest.mark.parametrize("binary", [True, False])
+def test_binary_frames_are_read_and_written_by_compiled_code(binary: bool) -> None:
+    frames = [Frame(310, dict(SEND), b"body", opaque=7, binary=binary, language="OTHER") for _ in range(100)]
+    reader = FrameReader()
+    with (
+        mock.patch.object(FrameReader, "_next_by_python", return_value=None),
+        mock.patch.object(module, "_binary_header", side_effect=AssertionError),
+    ):
+        reader.feed(b"".join(map(encode, frames)))
+        assert list(reader) == (frames if binary else [])
 
 
 def _binary(remark_bytes: int = 0, fields: bytes = b"", tail: bytes = b"") -> bytes:

@@ -9,7 +9,8 @@
     binary header   i16 code | i8 language | i16 version | i32 opaque | i32 flag | i32 size, remark | i32 size, fields
     fields          i16 size, name | i32 size, value       repeated, UTF-8; a value is a text in both types
 
-An answer has the header type and the `opaque` of its request.
+An answer has the header type and the `opaque` of its request. Compiled code (store/native/frames.c) reads and writes
+ordinary binary headers. The functions here do the same, and handle JSON headers and damage.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, Final
 
 from mqstore.errors import FormatError
 from mqstore.layout.jsontext import decode
+from mqstore.native import kernel
 
 FRAME_BYTES_MAX: Final = 16 << 20
 """Default limit of a frame. A peer that announces more is not one of ours, or would fill the memory."""
@@ -55,9 +57,12 @@ _LANGUAGES: Final = (
     "NODE_JS",
 )
 _LANGUAGE_BYTES: Final = {name: value for value, name in enumerate(_LANGUAGES)}
+_OTHER: Final = _LANGUAGE_BYTES["OTHER"]
 _WIDE: Final = {code & 0xFFFF: code for code in (*range(200_050, 200_057), 200_151)}
 """Codes that do not fit the 16 bits of a binary header, by their lower bits. No other request has these numbers."""
-_NO_FIELDS: Mapping[str, str] = MappingProxyType({})
+_NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
+_AT_ONCE: Final = 64
+"""Frames that are read together."""
 
 
 @dataclass(slots=True)
@@ -65,7 +70,8 @@ class Frame:
     """One request or answer."""
 
     code: int
-    fields: Mapping[str, str] = field(default_factory=lambda: _NO_FIELDS)
+    fields: Mapping[str, Any] = field(default_factory=lambda: _NO_FIELDS)
+    """Texts. In a frame to send also numbers and booleans, which become texts."""
     body: bytes = b""
     opaque: int = 0
     """Number by which the sender of a request finds the answer."""
@@ -90,10 +96,29 @@ class Frame:
 
 def encode(frame: Frame, body_bytes: int | None = None) -> bytes:
     """Return a frame as bytes, or with `body_bytes` everything before a body of that size, which the caller sends."""
-    header = _binary_header(frame) if frame.binary else _json_header(frame)
     body, size = (frame.body, len(frame.body)) if body_bytes is None else (b"", body_bytes)
+    if frame.binary and kernel is not None:
+        language, fields = _LANGUAGE_BYTES.get(frame.language, _OTHER), frame.fields
+        head: bytes | None = kernel.frame_head(
+            frame.code,
+            language,
+            frame.version,
+            frame.opaque,
+            frame.flag,
+            frame.remark,
+            fields if type(fields) is dict else dict(fields),
+            size,
+        )
+        if head is not None:
+            return head + body if body else head
+    header = _binary_header(frame) if frame.binary else _json_header(frame)
     mark = len(header) | (_BINARY if frame.binary else _JSON) << 24
     return b"".join((_PREFIX.pack(4 + len(header) + size, mark), header, body))
+
+
+def _sent_text(value: object) -> str:
+    """Return a value as Java writes it."""
+    return value if type(value) is str else ("true" if value else "false") if isinstance(value, bool) else str(value)
 
 
 def _json_header(frame: Frame) -> bytes:
@@ -106,7 +131,7 @@ def _json_header(frame: Frame) -> bytes:
         "version": frame.version,
     }
     if frame.fields:
-        header["extFields"] = dict(frame.fields)
+        header["extFields"] = {name: _sent_text(value) for name, value in frame.fields.items()}
     if frame.remark is not None:
         header["remark"] = frame.remark
     return json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
@@ -116,10 +141,10 @@ def _binary_header(frame: Frame) -> bytes:
     remark = (frame.remark or "").encode()
     pairs: list[bytes] = []
     for name, value in frame.fields.items():
-        name_bytes, value_bytes = name.encode(), value.encode()
+        name_bytes, value_bytes = name.encode(), _sent_text(value).encode()
         pairs += (_NAME.pack(len(name_bytes)), name_bytes, _I32.pack(len(value_bytes)), value_bytes)
     fields = b"".join(pairs)
-    language = _LANGUAGE_BYTES.get(frame.language, _LANGUAGE_BYTES["OTHER"])
+    language = _LANGUAGE_BYTES.get(frame.language, _OTHER)
     code = (frame.code + 0x8000 & 0xFFFF) - 0x8000  # as Java's cast to short does
     head = _HEAD.pack(code, language, frame.version, frame.opaque, frame.flag)
     return b"".join((head, _I32.pack(len(remark)), remark, _I32.pack(len(fields)), fields))
@@ -138,16 +163,23 @@ class FrameReader:
 
     def __init__(self, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
         self._limit = frame_bytes_max
-        self._buffer = bytearray()
+        self._buffer: bytes | bytearray = b""
         self._at = 0
+        self._read: list[Frame] = []
+        """Frames that were read together and not yielded, the last one first."""
 
     @property
     def waiting_bytes(self) -> int:
         """Number of received bytes that have not been read as frames."""
         return len(self._buffer) - self._at
 
-    def feed(self, data: bytes | bytearray | memoryview) -> None:
+    def feed(self, data: bytes) -> None:
         """Add received bytes."""
+        if self._at == len(self._buffer):  # nearly always: then nothing is copied
+            self._buffer, self._at = data, 0
+            return
+        if type(self._buffer) is not bytearray:
+            self._buffer = bytearray(self._buffer)
         if self._at:  # once a block, not once a frame: each deletion moves the rest
             del self._buffer[: self._at]
             self._at = 0
@@ -160,6 +192,16 @@ class FrameReader:
             yield frame
 
     def _next(self) -> Frame | None:
+        if self._read:
+            return self._read.pop()
+        if kernel is not None and self._at < len(self._buffer):
+            self._at = kernel.frames(self._buffer, self._at, self._limit, _AT_ONCE, _SLOTS, _WIDE, _NAMES, self._read)
+            if self._read:
+                self._read.reverse()
+                return self._read.pop()
+        return self._next_by_python()
+
+    def _next_by_python(self) -> Frame | None:
         buffer, at = self._buffer, self._at
         if len(buffer) - at < _PREFIX.size:
             return None
@@ -184,6 +226,14 @@ class FrameReader:
         frame.body = body
         self._at = end
         return frame
+
+
+_SLOTS: Final = tuple(
+    getattr(Frame, name)
+    for name in ("code", "fields", "body", "opaque", "flag", "remark", "version", "language", "binary")
+)
+_NAMES: Final = (*_LANGUAGES, "OTHER")
+"""Languages by number, and the last for all others."""
 
 
 def _from_json(header: bytes) -> Frame:

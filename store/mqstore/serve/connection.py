@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from mqstore.errors import FormatError
-from mqstore.remoting.frames import RESPONSE, Frame, FrameReader, encode
+from mqstore.remoting.frames import ONE_WAY, RESPONSE, Frame, FrameReader, encode
 
 if TYPE_CHECKING:
     from mqstore.serve.server import Server
@@ -48,18 +48,12 @@ class Call:
         self, code: int = 0, fields: Mapping[str, object] | None = None, body: bytes = b"", remark: str | None = None
     ) -> None:
         """Send the answer. Call it once, in the loop's thread."""
-        self.connection.forget(self)
-        if self.frame.is_one_way:
-            return
-        texts = {name: _text(value) for name, value in (fields or {}).items()}
-        frame, request = Frame(code, texts, remark=remark, flag=RESPONSE), self.frame
-        frame.opaque, frame.binary = request.opaque, request.binary
-        self.connection.send(frame, body)
-
-
-def _text(value: object) -> str:
-    """Return a value as Java writes it."""
-    return ("true" if value else "false") if isinstance(value, bool) else str(value)
+        connection, request = self.connection, self.frame
+        if self in connection.parked:
+            connection.forget(self)
+        if not request.flag & ONE_WAY:
+            frame = Frame(code, fields or {}, b"", request.opaque, RESPONSE, remark, binary=request.binary)
+            connection.send(frame, body)
 
 
 class Connection(asyncio.Protocol):
