@@ -39,7 +39,8 @@ class Mqadmin:
 
     def __call__(self, line: str) -> str:
         """Run a command. Return what it prints, with one space for several."""
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         command, *words = line.split(" ")
         name_server = [] if command in ("consume", "leave") else ["-n", self.address]
         self.process.stdin.write("\t".join([command, *name_server, *words]) + "\n")
@@ -64,7 +65,8 @@ def test_mqadmin_commands(mqadmin: Mqadmin) -> None:
     def shows(line: str, *facts: str) -> str:
         printed = mqadmin(line)
         missing = [fact for fact in facts if fact not in printed]
-        assert not missing and "Exception" not in printed, (line, missing, printed)
+        assert not missing, (line, missing, printed)
+        assert "Exception" not in printed, (line, printed)
         return printed
 
     shows(f"updateTopic {broker} -t orders -r 2 -w 2", "create topic", "success")

@@ -90,7 +90,8 @@ class Code(IntEnum):
     BATCH_ACK_MESSAGE = 200_151
 
 
-NOT_SUPPORTED, QUERY_NOT_FOUND, CONSUMER_NOT_ONLINE, POLLING_FULL, POLLING_NOT_FOUND, GO_AWAY = 3, 22, 206, 209, 210, 1500
+NOT_SUPPORTED, QUERY_NOT_FOUND, CONSUMER_NOT_ONLINE = 3, 22, 206
+POLLING_FULL, POLLING_NOT_FOUND, GO_AWAY = 209, 210, 1500
 """Codes of answers that no error of the library has. All others are in `ResultCode`."""
 
 
@@ -147,7 +148,7 @@ _TOPIC: Final = _fields("topic!")
 _GROUP: Final = _fields("group!")
 
 REQUESTS: Final[Mapping[int, tuple[_Field, ...]]] = {
-    **dict.fromkeys(Code, ()),
+    **dict.fromkeys((*Code, *range(31_000, 31_100)), ()),  # mqstore's own have their arguments in the body (`calls`)
     Code.SEND_MESSAGE: _SEND,
     Code.SEND_MESSAGE_V2: _SEND_V2,
     Code.SEND_BATCH_MESSAGE: _SEND_V2,
