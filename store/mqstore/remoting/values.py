@@ -116,7 +116,7 @@ def _read_float(value: Any, _: Blobs) -> float:
         return float(value)
     if type(value) not in (int, float):
         raise _wrong(value, "a number")
-    return value
+    return float(value) if type(value) is float else value  # type: ignore[no-any-return]
 
 
 def _write_float(value: Any, _: list[bytes]) -> Any:
@@ -165,7 +165,7 @@ def _read_receipt(value: Any, _: Blobs) -> SendReceipt:
         raise _wrong(value, "a receipt") from None
     if type(topic) is not str or any(type(each) is not int for each in (queue_id, *numbers)):
         raise _wrong(value, "a receipt")
-    return SendReceipt(items) if len(value) == 8 else DelayedReceipt(items)  # type: ignore[arg-type]
+    return SendReceipt(items) if len(value) == 8 else DelayedReceipt(items)
 
 
 def _write_receipt(receipt: Any, _: list[bytes]) -> Any:
