@@ -6,7 +6,7 @@
 ...     [message.body for message in store.read(*receipt.queue, receipt.offset)]
 [b'hello']
 
-Everything begins with `mqstore.open`. Then
+Everything begins with `mqstore.open`, or with `mqstore.connect` to a process that serves a store. Then
 
     store.queue(name)                jobs, each done once: put, get, ack           help(mqstore.Queue)
     store.push_consumer(group)       handlers that are called, in order or not     help(mqstore.PushConsumer)
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from mqstore import admin as admin
     from mqstore import aio as aio
     from mqstore import engine as engine
+    from mqstore.remote.store import connect as connect
 
 __all__ = [
     "BYTES",
@@ -90,6 +91,7 @@ __all__ = [
     "Task",
     "backoff",
     "cancelled",
+    "connect",
     "exponential",
     "fixed_queues",
     "open",
@@ -134,7 +136,9 @@ def open(
 
 
 def __getattr__(name: str) -> Any:
-    """Return a module that is loaded when it is first asked for."""
+    """Return a module, or `connect`, that is loaded when it is first asked for."""
     if name in ("admin", "aio", "engine"):
         return import_module(f"mqstore.{name}")
+    if name == "connect":
+        return import_module("mqstore.remote.store").connect
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -123,9 +123,7 @@ class Store(Closing, Sending):
         config: StoreConfig | None = None,
     ) -> None:
         """Open a store as `mqstore.open` does."""
-        self._pid = os.getpid()
-        self._consumers: WeakSet[PullConsumer | PushConsumer | SimpleConsumer] = WeakSet()
-        self._producers: WeakSet[Producer] = WeakSet()
+        self._prepare()
         self._broker: Broker | None = None
         if mode not in ("rw", "r"):
             raise ConfigError(f"mode must be 'rw' or 'r', not {mode!r}")
@@ -149,12 +147,21 @@ class Store(Closing, Sending):
             self._sender = self._broker._sender
             # A reference to the log or the broker keeps the store, so that closing it finds its consumers, too.
             log.closer = self.close
-            _open.add(self)
+            self._register()
         except BaseException:
             if self._broker is not None:
                 self._broker.close()
             log.close()
             raise
+
+    def _prepare(self) -> None:
+        self._pid = os.getpid()
+        self._consumers: WeakSet[PullConsumer | PushConsumer | SimpleConsumer] = WeakSet()
+        self._producers: WeakSet[Producer] = WeakSet()
+
+    def _register(self) -> None:
+        """Have the store closed at the end of the process."""
+        _open.add(self)
 
     @property
     def broker(self) -> Broker:
@@ -537,4 +544,4 @@ class Store(Closing, Sending):
                 _log.exception("%s: not all was well while closing", self.path)
 
     def __repr__(self) -> str:
-        return f"<Store {str(self.path)!r} {self.mode}{' closed' if self.closed else ''}>"
+        return f"<{type(self).__name__} {str(self.path)!r} {self.mode}{' closed' if self.closed else ''}>"

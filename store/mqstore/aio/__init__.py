@@ -1,6 +1,7 @@
 """Asyncio version of mqstore: every object of `mqstore` with coroutines.
 
     mqstore.open            mqstore.aio.open           await it, or `async with`
+    mqstore.connect         mqstore.aio.connect        the same
     Store, Queue, Task      Store, Queue, Task
     Producer, Transaction   Producer, Transaction
     SimpleConsumer, ...     SimpleConsumer, Delivery, PullConsumer, PushConsumer, DeadLetters
@@ -26,7 +27,7 @@ from mqstore.aio.lease import DeadLetters, Delivery, Task
 from mqstore.aio.producer import Producer, Transaction
 from mqstore.aio.pushconsumer import Handler, PushConsumer, cancelled
 from mqstore.aio.queue import Queue
-from mqstore.aio.store import Store, open  # noqa: A004
+from mqstore.aio.store import Store, connect, open  # noqa: A004
 
 __all__ = [
     "DeadLetters",
@@ -41,5 +42,6 @@ __all__ = [
     "Task",
     "Transaction",
     "cancelled",
+    "connect",
     "open",
 ]

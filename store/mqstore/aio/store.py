@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from heapq import merge
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -53,11 +53,25 @@ def open(path: str | PathLike[str], *args: Any, **options: Any) -> Made[Store]: 
     Use `async with mqstore.aio.open(path) as store`, or `await mqstore.aio.open(path)`, and then close it."""
 
     path = resolved(path)  # now: it is opened later, by another thread
+    return _opened(path, partial(sync.Store, path, *args, **options))
 
+
+def connect(address: str | PathLike[str], *, timeout: Duration = 10) -> Made[Store]:
+    """Connect as `mqstore.connect` does. Use it as `open`."""
+
+    def make() -> sync.Store:
+        from mqstore.remote.store import RemoteStore
+
+        return RemoteStore(address, timeout=timeout)
+
+    return _opened(fspath(address), make)
+
+
+def _opened(name: str, make: Callable[[], sync.Store]) -> Made[Store]:
     async def begin() -> Store:
-        bridge = LoopThread(f"store {path!r}")
+        bridge = LoopThread(f"store {name!r}")
         try:
-            return Store(bridge, await bridge.call(partial(sync.Store, path, *args, **options), sync.Store.close))
+            return Store(bridge, await bridge.call(make, sync.Store.close))
         except BaseException:
             bridge.close()
             raise

@@ -307,7 +307,7 @@ class Connection:
         repeat: bool = True,
     ) -> object:
         """Send a request, and have `answered` called with its answer, in the thread that reads. Return a handle for
-        `withdraw`. Raises ConnectionLostError if there is no line, and StoreClosedError."""
+        `withdraw`. Raises ConnectionLostError without a line, and StoreClosedError."""
         call = _Waiting(Frame(code, fields or {}, body), answered, repeat)
         while True:
             line = self._open_line(time.monotonic() + self._timeout_s)
@@ -382,7 +382,7 @@ class Connection:
                         raise
                     if time.monotonic() + pause_s > until_s:
                         failure = ConnectionLostError(
-                            f"there is no server at {self.address}: {getattr(error, 'strerror', None) or error}",
+                            f"no server answers at {self.address}: {getattr(error, 'strerror', None) or error}",
                             sent=False,
                         )
                         self._failure = time.monotonic(), failure

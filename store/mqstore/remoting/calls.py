@@ -384,7 +384,7 @@ BY_CODE: Final[Mapping[int, Call]] = {call.code: call for call in CALLS.values()
 
 _BUILTIN: Final = ("LookupError", "KeyError", "IndexError", "TypeError", "ValueError", "OverflowError")
 """Other errors that calls raise."""
-_RECEIPTS: Final = {"receipt": codec_of(SendReceipt | None), "receipts": codec_of(list[SendReceipt])}
+_RECEIPTS: Final = {"receipt": codec_of(SendReceipt | None), "receipts": codec_of(list[SendReceipt | str])}
 _OF_SYSTEM: Final = ("errno", "strerror", "filename")
 _PLAIN: Final = (str, int, float, bool, type(None))
 

@@ -116,7 +116,8 @@ def _read_float(value: Any, _: Blobs) -> float:
         return float(value)
     if type(value) not in (int, float):
         raise _wrong(value, "a number")
-    return float(value) if type(value) is float else value  # type: ignore[no-any-return]
+    number: float = value
+    return number
 
 
 def _write_float(value: Any, _: list[bytes]) -> Any:

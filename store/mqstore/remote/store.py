@@ -1,0 +1,176 @@
+"""The store object of `mqstore.connect`: `Store` over a connection (remoting-server, section 13).
+
+Everything that needs only the contract is that of `Store`. Reads of the log are calls, and iterations read a page at a
+time. Whatever needs the files themselves is refused, or done on the server.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NoReturn
+
+from mqstore.errors import ConfigError, ConnectionLostError, MQStoreError
+from mqstore.layout.jsontext import decode
+from mqstore.log.commitlog import QueueRef
+from mqstore.log.reading.iteration import IteratingReader
+from mqstore.log.recovery.report import Finding, RecoveryReport
+from mqstore.log.snapshot.copy import SnapshotReport
+from mqstore.options import Duration, seconds
+from mqstore.remote.broker import RemoteBroker
+from mqstore.signalsafe import Bell
+from mqstore.store import Store
+
+_ANNOUNCEMENT = "serve.json"
+
+
+class _Queue:
+    """A queue of the server, for iterations. Its bounds are as of now."""
+
+    cuts, cut_to = 0, 0
+
+    def __init__(self, log: Any, topic: str, queue_id: int) -> None:
+        self._log = log
+        self.ref = QueueRef(topic, queue_id)
+        self.topic, self.queue_id = topic, queue_id
+
+    @property
+    def min_offset(self) -> int:
+        return int(self._log.offsets(*self.ref)[0])
+
+    @property
+    def max_offset(self) -> int:
+        return int(self._log.offsets(*self.ref)[1])
+
+
+class _News:
+    """Growth of queues of the server."""
+
+    def __init__(self, broker: RemoteBroker) -> None:
+        self._broker = broker
+
+    def wait(self, queue: _Queue, offset: int, timeout_s: float, is_closed: Callable[[], bool]) -> None:
+        bell = Bell()
+        waiter = self._broker.add_waiter(*queue.ref, offset, lambda worth: bell.ring(), timeout=timeout_s)
+        try:
+            bell.wait()
+        finally:
+            self._broker.remove_waiter(waiter)
+
+
+class RemoteLog(IteratingReader):
+    """Log of a server: `get`, `find`, bounds and iterations. It has no files."""
+
+    mode: ClassVar[Literal["r", "rw"]] = "rw"
+
+    def __init__(self, broker: RemoteBroker) -> None:
+        self._broker = broker
+        self.path = Path(broker.name)
+        self.news: Any = _News(broker)
+        vars(self).update(vars(broker.log))  # the calls themselves
+
+    @property
+    def closed(self) -> bool:
+        return self._broker.closed
+
+    def check_open(self) -> None:
+        self._broker.check_open()
+
+    def queue_named(self, topic: str, queue_id: int, offset: int | None = None) -> Any:
+        """Return a queue. Raises TopicNotFoundError."""
+        queue = _Queue(self, topic, queue_id)
+        if offset is None:
+            self.offsets(topic, queue_id)
+        return queue
+
+    @property
+    def max_offset(self) -> int:
+        """End of the log, in bytes."""
+        return int(self.stats().max_offset)
+
+    def _verifier_until(self, until: int | None) -> NoReturn:
+        raise ConfigError(f"{self.path} is verified by its server: call Store.verify")
+
+    def close(self, timeout: Duration = 30) -> None:
+        """Do nothing: the broker has the connection."""
+
+
+class RemoteStore(Store):
+    """The store of a server, opened by `mqstore.connect`. Thread-safe.
+
+    It is a `Store`, except that the files are the server's: `path` is its directory there, `snapshot` writes there, and
+    `recovery` and `to_arrow` are refused. After a fork the child has a connection of its own."""
+
+    def __init__(self, address: str | PathLike[str], *, timeout: Duration = 10) -> None:
+        """Connect as `mqstore.connect` does."""
+        self._prepare()
+        timeout_s = seconds(timeout, "timeout")
+        broker: Any = _connected(os.fspath(address), timeout_s)
+        self._broker = broker
+        self.log: Any = RemoteLog(broker)
+        self._register()
+
+    def _refuse_here(self, name: str, instead: str) -> NoReturn:
+        raise ConfigError(f"{name} needs the files of {self.path}, which a server has open: {instead}")
+
+    @property
+    def recovery(self) -> RecoveryReport:
+        """Refused: the server has logged it."""
+        self._refuse_here("recovery", "the server has logged its report")
+
+    def to_arrow(self, *args: Any, **options: Any) -> Any:
+        """Refused: `mqstore.open(path, "r")` reads the files next to the server."""
+        self._refuse_here("to_arrow", f"mqstore.open({str(self.path)!r}, 'r').to_arrow(...) reads them next to it")
+
+    def verify(self) -> Iterator[Finding]:
+        """Check everything on the server, as `Store.verify`. Yields at most 10,000 findings."""
+        yield from self.log.verify()
+
+    def snapshot(
+        self, target: str | PathLike[str], *, link: bool = False, progress: Callable[[int, int], None] | None = None
+    ) -> SnapshotReport:
+        """Copy the store to the folder `target` on the server's machine, as `Store.snapshot`.
+        `progress` is called once, at the end."""
+        report: SnapshotReport = self.log.snapshot(os.fspath(target), link=link)
+        if progress is not None:
+            progress(report.log_end, report.log_end)
+        return report
+
+
+def _connected(address: str, timeout_s: float) -> RemoteBroker:
+    failures = []
+    for endpoint in _endpoints(address):
+        try:
+            return RemoteBroker(endpoint, timeout_s=timeout_s)  # type: ignore[abstract]  # methods are set by the table
+        except ConnectionLostError as error:
+            failures.append(error)
+    raise failures[0]
+
+
+def _endpoints(address: str) -> list[str]:
+    """Return the addresses to try: this one, or those of the server of a directory. Raises ConnectionLostError."""
+    path = Path(address)
+    if not path.is_dir():
+        return [address]
+    try:
+        value = decode((path / _ANNOUNCEMENT).read_bytes())
+        found = [str(each) for each in value["endpoints"]]
+    except (OSError, MQStoreError, KeyError, TypeError):
+        found = []
+    if not found:
+        raise ConnectionLostError(f"no server has {address} open; start one with: mqstore serve {address}", sent=False)
+    return sorted(found, key=lambda each: not each.startswith("unix:"))
+
+
+def connect(address: str | PathLike[str], *, timeout: Duration = 10) -> RemoteStore:
+    """Connect to a store that another process serves (`mqstore serve`).
+
+    `address` is `host:port`, the path of a Unix socket, or the served directory itself. Any number of processes may be
+    connected, and each may fork. A connection that is lost is made again: calls wait for that at most `timeout`
+    seconds, and are repeated if that is harmless. A put is repeated only with a `unique_key`.
+
+    Raises ConnectionLostError without a server, ConfigError for an address or a server of another kind.
+    """
+    return RemoteStore(address, timeout=timeout)

@@ -1,0 +1,114 @@
+"""Stores of tests behind a server: `mqstore.open` swapped for serve and connect, in one process.
+
+The store, its server and the client are in this process, so that a test can move the clock and look into the store.
+The client has only the connection, except for administration, which no client does: `run_once`, settings of topics and
+groups. After it everything that the server has sent is taken in, as a test with a clock of its own expects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import mqstore
+from mqstore import Store
+from mqstore.remote import broker as remote
+from mqstore.remote.store import RemoteStore
+from mqstore.serve import Server
+
+ADMINISTRATION = {
+    "": ("change_invisible", "delete_group", "reset", "run_once", "save", "stats", "wait", "prometheus"),
+    "topics": ("alter", "configs", "delete", "ensure"),
+    "groups": ("alter", "delete", "names"),
+    "members": ("groups", "subscriptions"),
+}
+"""Methods that tests call and no client does."""
+
+
+class Serving:
+    """A store and its server, which run in a thread."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        ready: Future[str] = Future()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._main(ready),), daemon=True)
+        self._thread.start()
+        self.address = ready.result(20)
+
+    async def _main(self, ready: Future[str]) -> None:
+        try:
+            async with Server(self.store.broker, listen=[("127.0.0.1", 0)]) as server:
+                ready.set_result(server.endpoints[0])
+                await self._stop.wait()
+        except BaseException as error:
+            if ready.done():
+                raise
+            ready.set_exception(error)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(30)
+        self._loop.close()
+
+
+class ServedStore(RemoteStore):
+    """A connection that has its server, and closes it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.behind = mqstore.open(*args, **options)
+        """For looks of tests past the wall."""
+        try:
+            self.serving = Serving(self.behind)
+            super().__init__(self.serving.address)
+        except BaseException:
+            self.behind.close()
+            raise
+        administer(self._broker, self.behind.broker)
+
+    @property
+    def recovery(self) -> Any:
+        return self.behind.recovery
+
+    def _close_stopped(self, timeout_s: float, until: float) -> None:
+        try:
+            super()._close_stopped(timeout_s, until)
+        finally:
+            if not self.behind.closed:
+                self.serving.close()
+                closing = threading.Thread(target=self.behind.close)  # whose stack shows no call that holds a lock
+                closing.start()
+                closing.join()
+
+
+def administer(broker: Any, behind: Any) -> None:
+    """Give a remote broker the clock and the administration of the one behind it."""
+
+    def through(call: Callable[..., Any]) -> Callable[..., Any]:
+        def administered(*args: Any, **options: Any) -> Any:
+            try:
+                return call(*args, **options)
+            finally:
+                broker.settle()
+
+        return administered
+
+    broker.clock, broker.own_clock = behind.clock, behind.own_clock
+    broker.settle = lambda: settle(broker)
+    for table, names in ADMINISTRATION.items():
+        target, source = (getattr(each, table) if table else each for each in (broker, behind))
+        for name in names:
+            setattr(target, name, through(getattr(source, name)))
+
+
+def settle(broker: remote.RemoteBroker) -> None:
+    """Return once everything that the server has sent so far has been taken in, and callbacks have run."""
+    broker._call("session.ping", (), {})
+    for later in (broker._asked, broker._news):
+        done = threading.Event()
+        later(done.set)
+        done.wait(20)
