@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import select
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -61,6 +62,103 @@ def test_requests_of_a_client_that_reads_no_answers_are_not_received(store: Stor
         assert other.ask(ROUTE, {"topic": "orders"}).code == 0
 
 
+def test_client_that_reads_nothing_for_a_time_is_disconnected(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    store.put("orders", bytes(1 << 20), queue_id=0)
+    texts = {name: str(value) for name, value in PULL_ORDERS.items()}
+    block = encode(Frame(PULL, texts, binary=True)) * 64
+    with serving(store, limits=Limits(stalled_s=0.2)) as address, Client(address) as slow, Client(address) as other:
+        slow.socket.sendall(block)
+        with pytest.raises(ConnectionError):  # noqa: PT012
+            while True:
+                time.sleep(0.01)
+                slow.socket.send(b"\0")
+        assert other.ask(ROUTE, {"topic": "orders"}).code == 0
+    assert "it reads no answers" in caplog.text
+
+
+def test_header_above_the_limit_closes_its_connection(store: Store) -> None:
+    with serving(store) as address, Client(address) as client:
+        assert client.ask(ROUTE, {"topic": "orders", "more": "x" * 65_000}).code == 0
+        client.send(ROUTE, {"topic": "orders", "more": "x" * 65_536})
+        with pytest.raises(ConnectionError):
+            client.receive()
+
+
+@contextmanager
+def stopped_loop(store: Store, monkeypatch: pytest.MonkeyPatch, address: tuple[str, int]) -> Iterator[None]:
+    """Keep the server's loop in one request meanwhile."""
+    begun, done = threading.Event(), threading.Event()
+
+    def committed(*_: object) -> int:
+        begun.set()
+        done.wait(20)
+        return 0
+
+    monkeypatch.setattr(store.broker, "committed", committed)
+    with Client(address) as client:
+        request = client.send(14, {"consumerGroup": "billing", "topic": "orders", "queueId": 0})
+        assert begun.wait(20)
+        try:
+            yield
+        finally:
+            done.set()
+            client.answer(request)
+
+
+def test_client_with_many_requests_lets_others_have_their_turn(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {name: str(value) for name, value in ORDERS.items()}
+    block = encode(Frame(SEND, texts, b"many", flag=2, binary=True)) * 700
+    with serving(store) as address, Client(address) as many, Client(address) as one:
+        for client in (many, one):
+            client.ask(ROUTE, {"topic": "orders"})
+        with stopped_loop(store, monkeypatch, address):
+            many.socket.sendall(block)
+            send = one.send(SEND, ORDERS, b"one")
+        assert int(one.answer(send).fields["queueOffset"]) <= 257
+        many.ask(ROUTE, {"topic": "orders"})
+    assert len(list(store.iter("orders"))) == 701
+
+
+def test_requests_are_received_no_faster_than_handled(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a client whose requests take long, or many of them, would fill the memory."""
+    monkeypatch.setattr(store.broker, "committed", lambda *_: time.sleep(0.003))
+    fields = {"consumerGroup": "billing", "topic": "orders", "queueId": "0"}
+    block = encode(Frame(14, fields, flag=2)) * 4000
+    with serving(store) as address, Client(address) as busy, Client(address) as other:
+        busy.socket.setblocking(False)
+        sent, until_s = 0, time.monotonic() + 2
+        while sent < 64 << 20 and time.monotonic() < until_s:
+            with suppress(BlockingIOError):
+                sent += busy.socket.send(block)
+        assert sent < 64 << 20  # the sockets' own buffers are a few MiB
+        assert other.ask(ROUTE, {"topic": "orders"}).code == 0
+
+
+def test_calls_that_wait_for_the_disk_above_the_limit_are_refused(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = threading.Event()
+    monkeypatch.setattr(store.broker, "send_back", lambda *_, **__: done.wait(20))
+    back = {"offset": 0, "group": "billing", "delayLevel": 1}
+    with serving(store, limits=Limits(syncs=2)) as address, Client(address) as client, Client(address) as other:
+        waiting = [client.send(36, back) for _ in range(2)]
+        assert client.ask(36, back).code == 2
+        assert other.ask(SEND, ORDERS).code == 2
+        assert other.ask(PULL, PULL_ORDERS | {"topic": "nowhere"}).code == 2  # the group is new: a file is written
+        done.set()
+        assert [client.answer(each).code for each in waiting] == [0, 0]
+        assert other.ask(SEND, ORDERS).code == 0
+
+
+def test_topics_and_groups_are_created_at_a_limited_rate(store: Store) -> None:
+    with serving(store, limits=Limits(creations=3)) as address, Client(address) as client:
+        assert [client.ask(SEND, ORDERS | {"b": f"t{number}"}).code for number in range(5)] == [0, 0, 0, 2, 2]
+        assert client.ask(PULL, PULL_ORDERS).code == 2
+        assert client.heartbeat("c1").code == 0  # is never refused
+        assert client.ask(SEND, ORDERS).code == 0
+    assert store.topics() == ["orders", "t0", "t1", "t2"]
+
+
 def test_frame_above_the_limit_closes_its_connection(store: Store) -> None:
     with serving(store, limits=Limits(frame_bytes=4096)) as address, Client(address) as client:
         assert client.ask(SEND, ORDERS, bytes(3000)).code == 0
@@ -95,6 +193,7 @@ def test_connections_above_the_limit_wait_until_one_is_closed(store: Store) -> N
 def test_pulls_above_the_limit_are_answered_late_instead_of_waiting(store: Store, limits: Limits) -> None:
     """An answer at once would make a Java client pull again at once."""
     wait = PULL_ORDERS | {"sysFlag": 6, "suspendTimeoutMillis": 60_000}
+    store.broker.groups.create("billing")
     with serving(store, limits=limits) as address, Client(address) as client:
         waiting = [client.send(PULL, wait) for _ in range(3)]
         begin = time.monotonic()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -25,8 +26,8 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield store
 
 
-def notice(store: Store) -> dict[str, object]:
-    value: dict[str, object] = json.loads((store.path / "serve.json").read_text())
+def notice(directory: Path) -> dict[str, object]:
+    value: dict[str, object] = json.loads((directory / "serve.json").read_text())
     return value
 
 
@@ -38,7 +39,7 @@ def test_unix_socket_is_for_its_user_and_named_in_routes(store: Store) -> None:
             assert client.ask(SEND, ORDERS, b"hello").code == 0
             route = json.loads(client.ask(ROUTE, {"topic": "orders"}).body)
         assert route["brokerDatas"][0]["brokerAddrs"] == {"0": f"unix:{path}"}
-        written = notice(store)
+        written = notice(store.path)
         assert (written["pid"], written["endpoints"]) == (os.getpid(), [f"{host}:{port}", f"unix:{path}"])
     assert [message.body for message in store.iter("orders")] == [b"hello"]
     assert not {"serve.sock", "serve.json", "serve.json.tmp"} & set(os.listdir(store.path))
@@ -84,7 +85,7 @@ def test_path_that_no_socket_can_have_is_refused(store: Store) -> None:
 
 def test_every_address_is_served_and_routes_name_the_one_used(store: Store) -> None:
     with serving(store, listen=[("127.0.0.1", 0), ("127.0.0.1", 0)]):
-        endpoints = notice(store)["endpoints"]
+        endpoints = notice(store.path)["endpoints"]
         assert isinstance(endpoints, list)
         assert len(set(endpoints)) == 2
         for endpoint in endpoints:
@@ -96,15 +97,17 @@ def test_every_address_is_served_and_routes_name_the_one_used(store: Store) -> N
 
 def test_store_with_a_long_path_has_its_socket_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / ("x" * 100)
-    run = tmp_path / "run"
     folder.mkdir()
-    run.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(run))
+    with TemporaryDirectory() as run:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", run)
+        with started(folder / "mq", "--listen", "127.0.0.1:0") as (_, (host, port)):
+            [path] = Path(run).iterdir()
+            assert notice(folder / "mq")["endpoints"] == [f"{host}:{port}", f"unix:{path}"]
+            with Client(path) as client:
+                assert client.ask(SEND, ORDERS).code == 0
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
     with started(folder / "mq", "--listen", "127.0.0.1:0") as (_, (host, port)):
-        [path] = run.iterdir()
-        assert json.loads((folder / "mq" / "serve.json").read_text())["endpoints"] == [f"{host}:{port}", f"unix:{path}"]
-        with Client(path) as client:
-            assert client.ask(SEND, ORDERS).code == 0
+        assert notice(folder / "mq")["endpoints"] == [f"{host}:{port}"]
 
 
 def test_ready_line_names_every_endpoint(tmp_path: Path) -> None:

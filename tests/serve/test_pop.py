@@ -214,6 +214,7 @@ def test_answers_of_a_pop(address: tuple[str, int], store: Store, changed: dict[
 
 
 def test_too_many_waiting_pops_are_answered_so(store: Store) -> None:
+    store.broker.groups.create("billing")
     with serving(store, limits=Limits(parked_by_connection=1)) as address, Client(address) as client:
         client.send(POP, POP_ORDERS | {"pollTime": 60_000})
         assert client.ask(POP, POP_ORDERS | {"pollTime": 60_000}).code == 209

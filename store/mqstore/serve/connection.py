@@ -24,10 +24,8 @@ _log = logging.getLogger("mqstore")
 
 _OUTPUT_BYTES_MAX: Final = 1 << 20
 """Unsent answers at which the parsing of a connection stops."""
-_STALLED_S: Final = 60
-"""Seconds after which a client that reads nothing is disconnected."""
-_TURN_FRAMES: Final = 256
-"""Frames of one connection handled before others get their turn."""
+_TURN_FRAMES, _TURN_S = 256, 0.002
+"""Frames of one connection, and time, after which others get their turn."""
 
 
 class Call:
@@ -107,14 +105,20 @@ class Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         self._blocked = True
         self._transport.pause_reading()
-        self._stall = self._loop.call_later(_STALLED_S, self.abort, "it has read nothing for a minute")
+        self._watch_output()
 
     def resume_writing(self) -> None:
         self._blocked = False
         if self._stall is not None:
             self._stall.cancel()
-        self._transport.resume_reading()
-        self._parse()
+        self._continue()
+
+    def _watch_output(self, unsent_bytes: int = 0) -> None:
+        left_bytes = self._transport.get_write_buffer_size()
+        if left_bytes == unsent_bytes:
+            self.abort("it reads no answers")
+        else:
+            self._stall = self._loop.call_later(self._server.limits.stalled_s, self._watch_output, left_bytes)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._stall is not None:
@@ -130,6 +134,7 @@ class Connection(asyncio.Protocol):
         if self._parsing or not self._takes_answers():
             return
         self._parsing = True
+        until_s = self._loop.time() + _TURN_S
         try:
             for count, frame in enumerate(self._reader):
                 self._server.handle(self, frame)
@@ -137,14 +142,21 @@ class Connection(asyncio.Protocol):
                     self._flush()
                 if not self._takes_answers():
                     break
-                if count == _TURN_FRAMES:
-                    self._loop.call_soon(self._parse)
+                if count == _TURN_FRAMES or self._loop.time() > until_s:
+                    # Receiving stops, too: it may be faster than handling.
+                    self._transport.pause_reading()
+                    self._loop.call_soon(self._continue)
                     break
         except FormatError as error:
             self.abort(str(error))
         finally:
             self._parsing = False
             self._flush()
+
+    def _continue(self) -> None:
+        if self._takes_answers():
+            self._transport.resume_reading()
+            self._parse()
 
     def _takes_answers(self) -> bool:
         return not (self._blocked or self.closed)
@@ -171,12 +183,14 @@ class Connection(asyncio.Protocol):
         call.cancel, call.end = cancel, end
         self.parked.add(call)
         self._server.parked += 1
+        self._server.syncing += end is None
 
     def forget(self, call: Call) -> None:
         """End the wait of a call that is answered now, or whose client is gone."""
         if call in self.parked:
             self.parked.discard(call)
             self._server.parked -= 1
+            self._server.syncing -= call.end is None
             cancel, call.cancel = call.cancel, None
             if cancel is not None:
                 cancel()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mqstore.broker.names import retry_topic
 from mqstore.errors import FormatError, ResultCode
 from mqstore.log.commitlog import QueueRef
 from mqstore.remoting.codes import QUERY_NOT_FOUND, Code
@@ -21,18 +19,9 @@ def _heartbeat(server: Server, call: Call) -> None:
     connection, body = call.connection, loads(call.frame.body)
     frame = call.frame
     changed = server.registry.heartbeat(connection, body, server.loop.time(), frame.language, frame.version)
-    for group in changed:
-        if not all(consumer.broadcasting for consumer in server.registry.consumers(group).values()):
-            server.try_quietly(partial(_enter, server, group))
     server.consumers_changed(changed)
     server.heard(connection)
     call.reply(fields={"IS_SUPPORT_HEART_BEAT_V2": True, "IS_SUB_CHANGE": True})
-
-
-def _enter(server: Server, group: str) -> None:
-    """Create a group, and the topic of its retries, as RocketMQ does for the first heartbeat."""
-    server.broker.groups.require(group)
-    server.broker.topics.ensure(retry_topic(group))
 
 
 def _unregister(server: Server, call: Call) -> None:

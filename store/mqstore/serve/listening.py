@@ -118,14 +118,12 @@ def _is_listening(path: Path) -> bool:
 
 def unix_path(directory: Path) -> Path | None:
     """Return the path of a store's Unix socket, in its directory, or if that is too long, in the user's folder for
-    sockets. None: there is no such folder."""
+    sockets. None: there is no such folder, or its path is too long, too."""
     path = directory.absolute() / SOCKET_NAME
-    if len(os.fsencode(path)) <= _UNIX_PATH_BYTES_MAX:
-        return path
-    folder = os.environ.get("XDG_RUNTIME_DIR")
-    if not folder:
-        return None
-    return Path(folder, f"mqstore-{hashlib.sha256(os.fsencode(path)).hexdigest()[:16]}.sock")
+    paths = [path]
+    if folder := os.environ.get("XDG_RUNTIME_DIR"):
+        paths.append(Path(folder, f"mqstore-{hashlib.sha256(os.fsencode(path)).hexdigest()[:16]}.sock"))
+    return next((each for each in paths if len(os.fsencode(each)) <= _UNIX_PATH_BYTES_MAX), None)
 
 
 def inherited() -> list[socket.socket]:

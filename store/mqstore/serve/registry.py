@@ -176,6 +176,11 @@ def _discard(table: dict[str, Any], group: str, client_id: str) -> None:
             del table[group]
 
 
+def consumers_of(body: Mapping[str, Any], connection: Connection) -> Mapping[str, Consumer]:
+    """Return the consumers of a heartbeat by group. Raises FormatError for another body."""
+    return _heartbeat(body, connection)[1]
+
+
 def _heartbeat(body: Mapping[str, Any], connection: Connection) -> tuple[str, dict[str, Consumer], list[str]]:
     """Return client id, consumers by group, and producer groups of a heartbeat."""
     try:

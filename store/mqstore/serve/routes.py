@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from mqstore.broker.names import is_retry_topic
 from mqstore.errors import ResultCode
 from mqstore.remoting.codes import Code
 from mqstore.remoting.shapes import dumps
@@ -23,9 +22,6 @@ _MASTER: Final = "0"
 
 def _route(server: Server, call: Call) -> None:
     topic = call.values["topic"]
-    if is_retry_topic(topic):
-        # Otherwise the first retry of a new group waits until its consumers ask again, 30 s later.
-        server.broker.topics.ensure(topic)
     if topic == DEFAULT_TOPIC and server.auto_create:
         queue_data = _queue_data(server, 7, _DEFAULT_QUEUES, _DEFAULT_QUEUES)
     elif (config := server.broker.topics.get(topic)) is not None:

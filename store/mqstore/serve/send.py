@@ -16,6 +16,7 @@ from mqstore.layout.record import COMPRESSED, COMPRESSION_TYPE_MASK
 from mqstore.log.commitlog import SendReceipt
 from mqstore.remoting.codes import Code
 from mqstore.remoting.shapes import batch_items, properties_of
+from mqstore.serve.creation import own_topic
 from mqstore.serve.routes import DEFAULT_TOPIC
 from mqstore.serve.transactions import prepare
 
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 _MULTI_TAGS: Final = 2
 _KEPT_FLAGS: Final = COMPRESSED | COMPRESSION_TYPE_MASK | _MULTI_TAGS
 """Bits of a client's sysFlag that pass into the record. Those of addresses and transactions are the server's."""
-_QUEUES_MAX: Final = 8
-"""Queues of a topic that a send creates: RocketMQ's limit, whatever the producer asks for."""
 _Put = Future[SendReceipt] | SendReceipt
 """Receipt of a stored message, or its future, which waits for the disk."""
 _CORRELATION_ID, _CLUSTER = "CORRELATION_ID", "CLUSTER"
@@ -67,8 +66,11 @@ def _send_retry(server: Server, call: Call, properties: dict[str, str]) -> None:
     if ordered or times > (config.retry_max_times if limit is None else limit):
         topic = dlq_topic(group)
         properties.pop(DELAY, None)
-    server.broker.topics.ensure(topic)
-    _when_stored(server, call, [_append(server, call, topic, 0, call.frame.body, properties, values["flag"])])
+
+    def store() -> None:
+        _when_stored(server, call, [_append(server, call, topic, 0, call.frame.body, properties, values["flag"])])
+
+    server.creation.ensure(call, [own_topic(topic)], store)
 
 
 def _send_batch(server: Server, call: Call) -> None:
@@ -131,16 +133,13 @@ def _properties(server: Server, text: str | None) -> dict[str, str]:
 
 
 def _queue(server: Server, call: Call) -> int:
-    """Return the queue of a send. A topic that does not exist is created if the producer's model may be copied."""
+    """Return the queue of a send. A new topic has been created if the producer's model may be copied."""
     values = call.values
     topic: str = values["topic"]
     queue_id: int = values["queueId"]
     topics = server.broker.topics
-    if topics.entered(topic) is None:
-        if values["defaultTopic"] != DEFAULT_TOPIC:
-            raise TopicNotFoundError(f"there is no topic {topic!r}, and {values['defaultTopic']!r} is not its model")
-        if server.auto_create and topics.get(topic) is None:
-            topics.create(topic, queues=max(1, min(values["defaultTopicQueueNums"], _QUEUES_MAX)))
+    if topics.entered(topic) is None and values["defaultTopic"] != DEFAULT_TOPIC:
+        raise TopicNotFoundError(f"there is no topic {topic!r}, and {values['defaultTopic']!r} is not its model")
     config = topics.for_send(topic)
     if queue_id < 0:
         return server.turns.next(topic, config.write_queues)

@@ -38,6 +38,7 @@ from mqstore.remoting.codes import GO_AWAY, NOT_SUPPORTED, REQUESTS, Code, value
 from mqstore.remoting.frames import FRAME_BYTES_MAX, ONE_WAY, Frame
 from mqstore.serve import admin, assignment, groups, listening, own, pop, pull, queries, routes, send, transactions
 from mqstore.serve.connection import Call, Connection
+from mqstore.serve.creation import Creation
 from mqstore.serve.listening import Address, Listening
 from mqstore.serve.registry import Registry
 
@@ -81,6 +82,12 @@ class Limits:
     parked: int = 50_000
     """Calls that wait, of all connections."""
     parked_by_connection: int = 4_096
+    syncs: int = 4_096
+    """Calls that wait for the disk."""
+    creations: int = 600
+    """Topics and groups that requests create in a minute by naming them."""
+    stalled_s: float = 60
+    """Time after which a client that reads nothing of its answers is disconnected."""
     clients: int = 20_000
     groups: int = 10_000
     subscriptions: int = 1_000
@@ -126,6 +133,7 @@ class Server:
             clients=self.limits.clients, groups=self.limits.groups, subscriptions=self.limits.subscriptions
         )
         self.request_modes = RequestModes(broker.store)
+        self.creation = Creation(self)
         self.turns = RoundRobin()
         """Queues of sends that name none."""
         self.loop: asyncio.AbstractEventLoop
@@ -142,6 +150,8 @@ class Server:
         """True once new requests are refused."""
         self.parked = 0
         """Number of calls that wait."""
+        self.syncing = 0
+        """Number of those that wait for the disk."""
         self._posted: deque[Callable[[], object]] = deque()
         self._posted_lock = threading.Lock()
         self._unheard: dict[Connection, dict[Call, Callable[[], object]]] = {}
@@ -183,11 +193,7 @@ class Server:
         self.broker.unlisten("topics", self.turns.forget)
         if self._sweeper is not None:
             self._sweeper.cancel()
-        for connection in self._connections:
-            for call in list(connection.parked):
-                if call.end is not None:
-                    self._attempt(call, call.end)
-        await self._until(lambda: not self.parked, _GRACE_S)  # sends that wait for the disk
+        await self._until(self._ended_calls, _GRACE_S)
         for connection in list(self._connections):
             connection.finish()
         await self._until(lambda: not self._connections, _CLOSING_S)
@@ -197,6 +203,13 @@ class Server:
         self.own.stop()
         self._worker.shutdown()
         self._desk.shutdown(cancel_futures=True)
+
+    def _ended_calls(self) -> bool:
+        """Answer the calls that wait for a message. Return True once none waits, also not for the disk."""
+        for call in list(self.parked_calls()):
+            if call.end is not None:
+                self._attempt(call, call.end)
+        return not self.parked
 
     async def _until(self, done: Callable[[], bool], timeout_s: float) -> None:
         until_s = self.loop.time() + timeout_s
@@ -333,7 +346,7 @@ class Server:
 
         def run() -> None:
             call.values = values_of(frame.code, frame.fields)
-            handler(self, call)
+            self.creation.before(call, partial(handler, self, call))
 
         self._attempt(call, run)
 
@@ -395,6 +408,13 @@ class Server:
         self.check_busy(call.connection)
         self.when_done(call, (self._desk if long else self._worker).submit(work), answer)
 
+    def in_thread(self, call: Call, work: Callable[[], Result]) -> Future[Result]:
+        """Do `work` in the worker thread. The call is parked: `resume` it in the loop's thread."""
+        self._check_syncing()
+        done = self._worker.submit(work)
+        call.connection.park(call, lambda: None)
+        return done
+
     def when_done(self, call: Call, done: Future[Result], answer: Callable[[Result], object]) -> None:
         """Answer a call when its work is done: now, or in the loop's thread after a wait for the disk."""
         if done.done():
@@ -427,3 +447,8 @@ class Server:
         """Raise StoreBusyError if no other call of the connection may wait for the disk."""
         if not self.may_park(connection):
             raise StoreBusyError(f"{len(connection.parked)} calls of this connection, or too many of all, wait already")
+        self._check_syncing()
+
+    def _check_syncing(self) -> None:
+        if self.syncing >= self.limits.syncs:
+            raise StoreBusyError(f"{self.syncing} calls wait for the disk already")

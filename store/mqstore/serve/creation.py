@@ -1,0 +1,182 @@
+"""Topics and groups that are created when a request first names them, as in RocketMQ.
+
+    request -> names of `_WANTED` that do not exist -> worker thread creates them -> handler
+                  |
+                  +-- all exist: handler, at once
+
+Creating writes a file, which the loop must not wait for. So no handler creates anything: it finds
+what its request wants. A request that wants what is being created waits for it, too, so that the requests of a client
+stay in order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from mqstore.broker.names import RETRY_PREFIX, SCHEDULE_TOPIC, TIMER_TOPIC, is_retry_topic, retry_topic
+from mqstore.errors import MQStoreError, StoreBusyError
+from mqstore.layout.properties import DELAY
+from mqstore.remoting.codes import Code
+from mqstore.remoting.shapes import loads
+from mqstore.serve.registry import consumers_of
+from mqstore.serve.routes import DEFAULT_TOPIC
+
+if TYPE_CHECKING:
+    from mqstore.broker.broker import Broker
+    from mqstore.serve.connection import Call
+    from mqstore.serve.server import Server
+
+_log = logging.getLogger("mqstore")
+
+_QUEUES_MAX: Final = 8
+"""Queues of a topic that a send creates: RocketMQ's limit, whatever the producer asks for."""
+_MINUTE_S: Final = 60
+_DELAYS: Final = (f"{DELAY}\x01", "TIMER_")
+"""Parts of the properties of a delayed message."""
+
+
+class Wanted(NamedTuple):
+    """A topic, or with `kind` "group" a group."""
+
+    kind: str
+    name: str
+    queues: int = 1
+
+    def exists(self, broker: Broker) -> bool:
+        """Return True if there is nothing to create."""
+        table = broker.groups if self.kind == "group" else broker.topics
+        return table.get(self.name) is not None
+
+    def create(self, broker: Broker) -> None:
+        """Create it. Raises the errors of `require` of groups, or of `create` of topics."""
+        if self.kind == "group":
+            broker.groups.require(self.name)
+        elif self.kind == "own topic":
+            broker.topics.ensure(self.name, self.queues)
+        else:
+            broker.topics.create(self.name, queues=self.queues)
+
+
+def own_topic(name: str, queues: int = 1) -> Wanted:
+    """Return a topic of the engine: for retries, dead letters, delays."""
+    return Wanted("own topic", name, queues)
+
+
+def delay_topics(broker: Broker) -> list[Wanted]:
+    """Return the topics in which delayed messages wait."""
+    return [own_topic(SCHEDULE_TOPIC, len(broker.store.delay_table_ms)), own_topic(TIMER_TOPIC)]
+
+
+class Creation:
+    """What is being created. For the loop's thread."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._pending: Counter[tuple[str, str]] = Counter()
+        self._minute_s = -1
+        self._created = 0
+        """Number of topics and groups created in this minute."""
+
+    def before(self, call: Call, then: Callable[[], object]) -> None:
+        """Call `then` once everything that the request wants exists."""
+        if (find := _WANTED.get(call.frame.code)) is None:
+            then()
+        elif call.frame.code == Code.HEART_BEAT:
+            self._before_heartbeat(call, find(self._server, call), then)
+        else:
+            self.ensure(call, find(self._server, call), then)
+
+    def _before_heartbeat(self, call: Call, wanted: Iterable[Wanted], then: Callable[[], object]) -> None:
+        """A heartbeat is never refused: an error is only logged."""
+
+        def attempt(result: Callable[[], object]) -> None:
+            try:
+                result()
+            except MQStoreError as error:
+                _log.warning("a heartbeat of %s: %s", call.connection.peer, error)
+                then()
+
+        attempt(lambda: self.ensure(call, wanted, then, attempt=attempt))
+
+    def ensure(
+        self,
+        call: Call,
+        wanted: Iterable[Wanted],
+        then: Callable[[], object],
+        *,
+        attempt: Callable[[Callable[[], object]], object] | None = None,
+    ) -> None:
+        """Call `then` once all of `wanted` exist. Raises StoreBusyError if too many were created in this minute.
+        `attempt` gets `then`, or a function that raises the error of the creation. By default the error is the
+        answer."""
+        server, broker = self._server, self._server.broker
+        missing = [each for each in wanted if (each.kind, each.name) in self._pending or not each.exists(broker)]
+        if not missing:
+            then()
+            return
+        self._check_minute()
+        keys = {(each.kind, each.name) for each in missing}
+
+        def work() -> int:
+            absent = [each for each in missing if not each.exists(broker)]
+            for each in absent:
+                each.create(broker)
+            return len(absent)
+
+        def done() -> None:
+            self._pending -= Counter(keys)
+            failed = creation.exception() is not None
+            if not failed:
+                self._created += creation.result()
+            result = creation.result if failed else then
+            server.resume(call, result if attempt is None else partial(attempt, result))
+
+        creation = server.in_thread(call, work)
+        self._pending.update(keys)
+        creation.add_done_callback(lambda _: server.post(done))
+
+    def _check_minute(self) -> None:
+        minute_s = int(self._server.loop.time()) // _MINUTE_S
+        if minute_s != self._minute_s:
+            self._minute_s, self._created = minute_s, 0
+        if self._created >= self._server.limits.creations:
+            raise StoreBusyError(f"{self._created} topics and groups have been created in this minute; try again later")
+
+
+def _of_send(server: Server, call: Call) -> list[Wanted]:
+    values = call.values
+    topic: str = values["topic"]
+    text: str = call.frame.body.decode("latin-1") if values["batch"] else values["properties"] or ""
+    wanted = delay_topics(server.broker) if any(name in text for name in _DELAYS) else []
+    if is_retry_topic(topic):
+        return [*wanted, Wanted("group", topic.removeprefix(RETRY_PREFIX)), own_topic(topic)]
+    if values["defaultTopic"] == DEFAULT_TOPIC and server.auto_create:
+        wanted.append(Wanted("topic", topic, max(1, min(values["defaultTopicQueueNums"], _QUEUES_MAX))))
+    return wanted
+
+
+def _of_heartbeat(server: Server, call: Call) -> list[Wanted]:
+    clustering = [name for name, consumer in consumers_of(loads(call.frame.body), call.connection).items()
+                  if not consumer.broadcasting]  # fmt: skip
+    return [each for name in clustering for each in (Wanted("group", name), own_topic(retry_topic(name)))]
+
+
+def _of_route(server: Server, call: Call) -> list[Wanted]:
+    # Otherwise the first retry of a new group waits until its consumers ask again, 30 s later.
+    return [own_topic(topic)] if is_retry_topic(topic := call.values["topic"]) else []
+
+
+def _group(server: Server, call: Call) -> list[Wanted]:
+    return [Wanted("group", call.values["consumerGroup"])]
+
+
+_WANTED: Final[Mapping[int, Callable[[Server, Call], list[Wanted]]]] = {
+    **dict.fromkeys((Code.SEND_MESSAGE, Code.SEND_MESSAGE_V2, Code.SEND_BATCH_MESSAGE), _of_send),
+    **dict.fromkeys((Code.PULL_MESSAGE, Code.LITE_PULL_MESSAGE, Code.POP_MESSAGE, Code.UPDATE_CONSUMER_OFFSET), _group),
+    Code.HEART_BEAT: _of_heartbeat,
+    Code.GET_ROUTEINFO_BY_TOPIC: _of_route,
+}

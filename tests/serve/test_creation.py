@@ -1,0 +1,90 @@
+"""Topics and groups that requests create by naming them: in a thread, in order (remoting-server, 3, 6 and 7)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mqstore
+from mqstore import Store
+from mqstore.broker.tables.configfile import ConfigFile
+from tests.serve.support import ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, Client, serving
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with mqstore.open(tmp_path / "mq") as store:
+        yield store
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the threads that write tables."""
+    names: list[str] = []
+    save = ConfigFile.save
+
+    def noted(self: ConfigFile, *args: Any, **options: Any) -> None:
+        names.append(threading.current_thread().name)
+        save(self, *args, **options)
+
+    monkeypatch.setattr(ConfigFile, "save", noted)
+    return names
+
+
+RETRY = ORDERS | {"b": "%RETRY%g1", "j": 1, "l": 16}
+POP = {
+    "consumerGroup": "g1",
+    "topic": "orders",
+    "queueId": -1,
+    "maxMsgNums": 1,
+    "invisibleTime": 60_000,
+} | dict.fromkeys(("pollTime", "bornTime", "initMode"), 0)
+REQUESTS: dict[str, tuple[int, dict[str, Any], str]] = {
+    "a send": (SEND, ORDERS | {"b": "t1"}, "t1"),
+    "a batch": (320, ORDERS | {"b": "t1", "m": "true"}, "t1"),
+    "a delayed send": (SEND, ORDERS | {"b": "t1", "i": "DELAY\x011\x02"}, "t1"),
+    "a timed send": (SEND, ORDERS | {"b": "t1", "i": "TIMER_DELAY_SEC\x01600\x02"}, "rmq_sys_wheel_timer"),
+    "a retry": (SEND, RETRY | {"i": "DELAY\x011\x02"}, "%RETRY%g1"),
+    "a dead letter": (SEND, RETRY | {"j": 17}, "%DLQ%g1"),
+    "a route": (ROUTE, {"topic": "%RETRY%g1"}, "%RETRY%g1"),
+    "a pull": (PULL, PULL_ORDERS | {"consumerGroup": "g1"}, "g1"),
+    "a commit": (15, {"consumerGroup": "g1", "topic": "orders", "queueId": 0, "commitOffset": 0}, "g1"),
+    "a pop": (200050, POP, "g1"),
+}
+
+
+@pytest.mark.parametrize("request_of", REQUESTS.values(), ids=list(REQUESTS))
+def test_what_a_request_creates_is_not_written_in_the_loop(
+    store: Store, threads: list[str], request_of: tuple[int, dict[str, Any], str]
+) -> None:
+    store.create_topic("orders")
+    store.put("orders", b"hello", queue_id=0)
+    code, fields, name = request_of
+    body = b"\0\0\0\x17" + bytes(12) + b"\0\0\0\x01x" + b"\0\0" if code == 320 else b"x"
+    with serving(store) as address, Client(address) as client:
+        threads.clear()
+        assert client.ask(code, fields, body).code in (0, 19)
+        assert "mqstore-serve_0" in threads
+        assert not [each for each in threads if each.startswith("Thread-")]  # the loop's, of `serving`
+    assert name in (*store.topics(system=True), *store.broker.groups.names())
+
+
+def test_heartbeat_creates_its_groups_in_a_thread(store: Store, threads: list[str]) -> None:
+    with serving(store) as address, Client(address) as client:
+        threads.clear()
+        assert client.heartbeat("c1").code == 0
+        assert set(threads) == {"mqstore-serve_0"}
+    assert store.broker.groups.get("billing") is not None
+    assert store.broker.topics.get("%RETRY%billing") is not None
+
+
+def test_sends_stay_in_order_while_their_topic_is_created(store: Store) -> None:
+    bodies = [str(number).encode() for number in range(500)]
+    with serving(store) as address, Client(address, binary=True) as client:
+        sends = [client.send(SEND, ORDERS, body) for body in bodies]
+        assert {client.answer(send).code for send in sends} == {0}
+    assert [message.body for message in store.iter("orders", 0)] == bodies
