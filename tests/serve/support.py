@@ -158,9 +158,10 @@ class Client:
             self.receive()
         return self.notices.pop(0)
 
-    def reply(self, request: Frame, code: int, body: bytes) -> None:
+    def reply(self, request: Frame, code: int, body: bytes = b"", remark: str | None = None) -> None:
         """Answer a request of the server."""
-        self.socket.sendall(encode(Frame(code, {}, body, opaque=request.opaque, flag=RESPONSE, binary=self._binary)))
+        answer = Frame(code, {}, body, opaque=request.opaque, flag=RESPONSE, remark=remark, binary=self._binary)
+        self.socket.sendall(encode(answer))
 
     def ask(self, code: int, fields: Mapping[str, Any] | None = None, body: bytes = b"") -> Frame:
         """Send a request and return its answer."""

@@ -252,23 +252,24 @@ def test_pull_commits_first(client: Client, store: Store) -> None:
 def test_consumers_hear_of_each_other(address: tuple[str, int]) -> None:
     with Client(address) as first, Client(address) as second:
         assert first.heartbeat("c1").fields["IS_SUPPORT_HEART_BEAT_V2"] == "true"
-        first.notices.clear()
+        for change in (
+            lambda: None,  # the first has joined
+            lambda: second.heartbeat("c2"),
+            lambda: second.heartbeat("c2", orders="paid"),
+            lambda: second.ask(35, {"clientID": "c2", "consumerGroup": "billing"}),
+        ):
+            change()
+            notice = first.notice()
+            assert (notice.code, notice.fields["consumerGroup"]) == (40, "billing")
+            assert first.ask(38, {"consumerGroup": "billing"}).code == 0
+            assert first.notices == []  # one for each change
         second.heartbeat("c2")
-        while not first.notices:
-            first.receive()
-        assert [(notice.code, notice.fields["consumerGroup"]) for notice in first.notices] == [(40, "billing")]
+        first.notice()
         assert json.loads(first.ask(38, {"consumerGroup": "billing"}).body) == {"consumerIdList": ["c1", "c2"]}
-        first.notices.clear()
         second.heartbeat("c2")  # nothing has changed
-        second.heartbeat("c2", orders="paid")
-        while not first.notices:
-            first.receive()
-        assert len(first.notices) == 1
-        first.notices.clear()
         second.ask(35, {"clientID": "c2", "consumerGroup": "billing"})
-        while not first.notices:
-            first.receive()
-        assert len(first.notices) == 1
+        first.notice()
+        assert first.notices == []
         assert json.loads(first.ask(38, {"consumerGroup": "billing"}).body) == {"consumerIdList": ["c1"]}
         assert first.ask(38, {"consumerGroup": "nobody"}).code == 1
 
@@ -283,10 +284,9 @@ def test_locks_of_a_client_that_is_gone_are_free(address: tuple[str, int]) -> No
             refused = json.loads(other.ask(LOCK, body=locks("billing", "c2", 1, 2)).body)["lockOKMQSet"]
             assert [queue["queueId"] for queue in refused] == [2]
             client.ask(UNLOCK, body=locks("billing", "c1", 0))
-            other.notices.clear()
-        while not other.notices:  # the connection is closed: the others divide its queues
-            other.receive()
-        locked = json.loads(other.ask(LOCK, body=locks("billing", "c2", 0, 1, 2)).body)["lockOKMQSet"]
+        while len(locked) < 3:  # the connection is closed: the others divide its queues
+            other.notice()
+            locked = json.loads(other.ask(LOCK, body=locks("billing", "c2", 0, 1, 2)).body)["lockOKMQSet"]
         assert [queue["queueId"] for queue in locked] == [0, 1, 2]
 
 

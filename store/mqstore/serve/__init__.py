@@ -7,6 +7,7 @@
     registry     clients, their groups and subscriptions
     routes       names: topics, brokers          send     messages in
     pull         messages out, and waiting       groups   heartbeats, offsets, locks, failed messages
+    reply        replies to requests, recalls
     pop          messages out, by receipt        assignment   queues of a member, pulled or popped
     admin        changes and clients, for mqadmin        queries  messages, offsets and statistics, for mqadmin
 

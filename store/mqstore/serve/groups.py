@@ -19,6 +19,7 @@ def _heartbeat(server: Server, call: Call) -> None:
     connection, body = call.connection, loads(call.frame.body)
     frame = call.frame
     changed = server.registry.heartbeat(connection, body, server.loop.time(), frame.language, frame.version)
+    server.join(str(body.get("clientID")))
     server.consumers_changed(changed)
     server.heard(connection)
     call.reply(fields={"IS_SUPPORT_HEART_BEAT_V2": True, "IS_SUB_CHANGE": True})
@@ -28,8 +29,7 @@ def _unregister(server: Server, call: Call) -> None:
     values = call.values
     group = values["consumerGroup"]
     if server.registry.leave(values["clientID"], consumer_group=group, producer_group=values["producerGroup"]):
-        server.unlock(values["clientID"], {group})
-        server.consumers_changed({group})
+        server.dismiss(values["clientID"], {group})
     call.reply()
 
 

@@ -29,7 +29,9 @@ _NO_WAIT_MS: Final = 1_000
 def _pull(server: Server, call: Call) -> None:
     values = call.values
     group, topic, queue_id = values["consumerGroup"], values["topic"], values["queueId"]
-    server.broker.groups.require(group)
+    config, consumer = server.broker.groups.require(group), server.registry.consumer(group, call.connection)
+    if consumer is not None and consumer.broadcasting:
+        config.check_broadcast()
     if values["sysFlag"] & _COMMIT and values["commitOffset"] >= 0:
         with suppress(OffsetOutOfRangeError):  # no client would report it, and the pull itself is fine
             server.broker.commit(group, topic, queue_id, values["commitOffset"])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mqstore.errors import FormatError
@@ -103,6 +103,8 @@ class Registry:
                 continue
             members = self._consumers.setdefault(group, {})
             known = members.get(client_id)
+            if known is not None and body.get("withoutSub") is True:
+                consumer = replace(consumer, subscriptions=known.subscriptions)
             if known != consumer or known.connection is not connection:
                 changed.add(group)
             members[client_id] = consumer

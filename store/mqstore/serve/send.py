@@ -62,7 +62,9 @@ def _send_retry(server: Server, call: Call, properties: dict[str, str]) -> None:
     config = server.broker.groups.require(group)
     limit = values["maxReconsumeTimes"]
     times = values["reconsumeTimes"]
-    ordered = any(lock.group == group and not lock.expired for lock in server.broker.locks.snapshot())
+    clients = server.registry.consumers(group)  # consumers of this process lock their queues without order, too
+    locks = server.broker.locks.snapshot()
+    ordered = any(lock.group == group and lock.client_id in clients and not lock.expired for lock in locks)
     if ordered or times > (config.retry_max_times if limit is None else limit):
         topic = dlq_topic(group)
         properties.pop(DELAY, None)
@@ -138,7 +140,7 @@ def _queue(server: Server, call: Call) -> int:
     topic: str = values["topic"]
     queue_id: int = values["queueId"]
     topics = server.broker.topics
-    if topics.entered(topic) is None and values["defaultTopic"] != DEFAULT_TOPIC:
+    if topics.get(topic) is None and values["defaultTopic"] != DEFAULT_TOPIC:  # it may be known only by its messages
         raise TopicNotFoundError(f"there is no topic {topic!r}, and {values['defaultTopic']!r} is not its model")
     config = topics.for_send(topic)
     if queue_id < 0:

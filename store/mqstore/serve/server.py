@@ -15,7 +15,7 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from mqstore.broker.selection import RoundRobin
+from mqstore.broker.tables.members import Mode
 from mqstore.broker.tables.requestmodes import RequestModes
 from mqstore.errors import (
     FormatError,
@@ -36,7 +37,20 @@ from mqstore.errors import (
 )
 from mqstore.remoting.codes import GO_AWAY, NOT_SUPPORTED, REQUESTS, Code, values_of
 from mqstore.remoting.frames import FRAME_BYTES_MAX, ONE_WAY, Frame
-from mqstore.serve import admin, assignment, groups, listening, own, pop, pull, queries, routes, send, transactions
+from mqstore.serve import (
+    admin,
+    assignment,
+    groups,
+    listening,
+    own,
+    pop,
+    pull,
+    queries,
+    reply,
+    routes,
+    send,
+    transactions,
+)
 from mqstore.serve.connection import Call, Connection
 from mqstore.serve.creation import Creation
 from mqstore.serve.listening import Address, Listening
@@ -52,7 +66,7 @@ Handler = Callable[["Server", Call], None]
 _HANDLERS: Final[Mapping[int, Handler]] = dict(
     chain.from_iterable(
         room.HANDLERS.items()
-        for room in (routes, send, pull, pop, groups, assignment, transactions, admin, queries, own)
+        for room in (routes, send, reply, pull, pop, groups, assignment, transactions, admin, queries, own)
     )
 )
 _CODES: Final[Mapping[type[Exception], int]] = {
@@ -154,6 +168,8 @@ class Server:
         """Number of those that wait for the disk."""
         self._posted: deque[Callable[[], object]] = deque()
         self._posted_lock = threading.Lock()
+        self._changed: set[str] = set()
+        """Groups whose consumers get a notice."""
         self._unheard: dict[Connection, dict[Call, Callable[[], object]]] = {}
         """Pulls of clients that have not sent a heartbeat."""
         self._sweeper: asyncio.TimerHandle | None = None
@@ -177,6 +193,8 @@ class Server:
         self._sweeper = self.loop.call_later(_SWEEP_S, self._sweep)
         self.broker.transactions.on_check(None, partial(transactions.ask, self))
         self.broker.listen("topics", self.turns.forget)
+        for event in ("members", "locks"):
+            self.broker.listen(event, self._members_changed)
         self.own.start()
         self._listening.start()
         listening.announce(self.broker.store.path, self.endpoints)
@@ -191,6 +209,8 @@ class Server:
         listening.withdraw(self.broker.store.path)
         self.broker.transactions.on_check(None, None)
         self.broker.unlisten("topics", self.turns.forget)
+        for event in ("members", "locks"):
+            self.broker.unlisten(event, self._members_changed)
         if self._sweeper is not None:
             self._sweeper.cancel()
         await self._until(self._ended_calls, _GRACE_S)
@@ -272,26 +292,48 @@ class Server:
             self._listening.resume()
 
     def _gone(self, client_id: str, connection: Connection | None = None) -> None:
-        if left := self.registry.drop(client_id, connection):
-            self.unlock(client_id, left)
-            self.consumers_changed(left)
+        self.dismiss(client_id, self.registry.drop(client_id, connection))
 
-    def unlock(self, client_id: str, left: Iterable[str]) -> None:
-        """Release the queue locks of a client that has left these groups."""
-        locks = self.broker.locks.snapshot()
-        for group in left:
-            held = [lock.queue for lock in locks if (lock.group, lock.client_id) == (group, client_id)]
-            self.broker.locks.unlock_batch(group, held, client_id)
+    def join(self, client_id: str) -> None:
+        """Make a client a member of its groups, beside the consumers of this process."""
+        client = self.registry.clients.get(client_id)
+        for group in () if client is None else client.consumes:
+            consumer = self.registry.consumers(group)[client_id]
+            topics = consumer.subscriptions.values()
+            popped = any(self.request_modes.get(topic, group).mode == "POP" for topic, _, _ in topics)
+            divides = not popped and not consumer.broadcasting
+            mode = Mode("pop" if popped else "queue", False, consumer.broadcasting, "avg" if divides else None)
+            self.broker.members.admit(client_id, group, {topic: (kind, text) for topic, text, kind in topics}, mode)
+
+    def dismiss(self, client_id: str, left: Collection[str]) -> None:
+        """Release the queues of a client that has left these groups, and let the other members divide them."""
+        members = self.broker.members
+        # Not the groups of a consumer that has the same client id here.
+        gone = [group for group in left if (known := members.get(client_id, group)) is not None and known.remote]
+        self.broker.locks.drop(client_id, gone)
+        for group in gone:
+            members.unregister(client_id, group)
+        self.consumers_changed(left)
 
     def members(self, group: str) -> list[str]:
-        """Return the client ids of a group's consumers, sorted."""
-        return sorted(self.registry.consumers(group))
+        """Return the client ids of a group's consumers, sorted: clients, and consumers of this process."""
+        return sorted({*self.registry.consumers(group), *self.broker.members.members(group)})
 
     def consumers_changed(self, changed: Iterable[str]) -> None:
-        """Send every consumer of these groups the notice that makes it divide the queues again."""
+        """Send every consumer of these groups the notice that makes it divide the queues again, once a turn."""
+        if not self._changed:
+            self.loop.call_soon(self._notify_consumers)
+        self._changed.update(changed)
+
+    def _notify_consumers(self) -> None:
+        changed, self._changed = self._changed, set()
         for group in changed:
             for connection in {consumer.connection for consumer in self.registry.consumers(group).values()}:
                 self.notify(connection, Frame(Code.NOTIFY_CONSUMER_IDS_CHANGED, {"consumerGroup": group}))
+
+    def _members_changed(self, group: str) -> None:
+        """Members of the group, also those of this process, have changed, or have released queues. In any thread."""
+        self.post(partial(self.consumers_changed, (group,)))
 
     def notify(self, connection: Connection, notice: Frame) -> None:
         """Send a request that the client does not answer."""
@@ -299,8 +341,10 @@ class Server:
         notice.opaque, notice.flag = self._opaque, ONE_WAY
         connection.send(notice, notice.body)
 
-    def forward(self, call: Call, connection: Connection, request: Frame) -> None:
-        """Send a request to another client. Its answer is the answer of `call`."""
+    def forward(
+        self, call: Call, connection: Connection, request: Frame, answer: Callable[[Frame], object] | None = None
+    ) -> None:
+        """Send a request to another client. Its answer is the answer of `call`, or is given to `answer`."""
         self.check_busy(call.connection)
         self._opaque += 1
         request.opaque = opaque = self._opaque
@@ -311,11 +355,12 @@ class Server:
             timer.cancel()
             connection.asked.pop(opaque, None)
 
-        def answer(frame: Frame) -> None:
-            self.resume(call, partial(call.reply, frame.code, frame.fields, frame.body, frame.remark))
+        def taken(frame: Frame) -> None:
+            pass_back = answer or (lambda frame: call.reply(frame.code, frame.fields, frame.body, frame.remark))
+            self.resume(call, partial(pass_back, frame))
 
         call.connection.park(call, cancel, refuse)
-        connection.asked[opaque] = answer
+        connection.asked[opaque] = taken
         connection.send(request, request.body)
 
     def _sweep(self) -> None:

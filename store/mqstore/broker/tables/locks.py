@@ -22,7 +22,7 @@ All calls, renewals included, run under one mutex (delivery#x7).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -135,12 +135,13 @@ class QueueLocks:
             notify(self.on_release, group, "have released locks")
         return released
 
-    def drop(self, client_id: str) -> None:
-        """Release all locks of a client that has ended, those at work included."""
+    def drop(self, client_id: str, groups: Collection[str] | None = None) -> None:
+        """Release all locks of a client that has ended, or has left `groups`, those at work included."""
         with self._mutex:
             held = {
                 group: [queue for queue, lease in leases.items() if lease.client_id == client_id]
                 for group, leases in self._leases.items()
+                if groups is None or group in groups
             }
             for group, queues in held.items():
                 for queue in queues:

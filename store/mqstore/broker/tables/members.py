@@ -8,6 +8,8 @@ heartbeats. The registry assigns no queues. It refuses a member before anything 
     another member of the group subscribes to something else    SubscriptionConflictError
     the group's settings forbid it (by `may_join`)               NotPermittedError
 
+Clients of a server cannot be refused (`admit`): they share the queues, and the log says what does not agree.
+
 Members with different subscriptions would get queues of topics that they do not read, and would commit messages that
 they never saw. With two strategies some queues would have no member. A member that is alone may register again with
 another mode or other subscriptions. Its retry policy becomes the group's once it is a member (`set_retry`). `check`
@@ -63,6 +65,8 @@ class Member:
     subscriptions: Subscriptions
     owner: str | None = field(default=None, compare=False, repr=False)
     """Text that only the consumer knows that registered, or None."""
+    remote: bool = field(default=False, compare=False)
+    """True for a client of a server. It does not say whether it keeps the order."""
 
 
 class Members:
@@ -125,6 +129,23 @@ class Members:
         notify(self.on_change, group, "have joined, left or changed")
         return True
 
+    def admit(self, client_id: str, group: str, subscriptions: Subscriptions, mode: Mode) -> None:
+        """Make a client of a server a member, or renew its registration. It is never refused: RocketMQ's clients could
+        not show that. A conflict with another member is logged when it begins. A member of this process with the same
+        client id stays."""
+        member = Member(client_id, mode, MappingProxyType(_normalized(subscriptions)), remote=True)
+        with self._lock:
+            members = self._groups.setdefault(group, {})
+            known = members.get(client_id)
+            if known == member or not (known is None or known.remote):
+                return
+            members[client_id] = member
+            try:
+                self._check_others(client_id, group, member.subscriptions, mode, remote=True)
+            except (GroupInUseError, SubscriptionConflictError) as error:
+                _log.warning("%s joins all the same, since clients of a server cannot be refused: %s", client_id, error)
+        notify(self.on_change, group, "have joined, left or changed")
+
     def check(
         self,
         client_id: str,
@@ -158,18 +179,24 @@ class Members:
             raise GroupInUseError(
                 f"group {group!r} has a member {client_id!r} already; close it first, or take another client_id"
             )
+        self._check_others(client_id, group, wanted, mode)
+        if known is None:
+            self._check_retry(client_id, group, retry)
+        return known
+
+    def _check_others(
+        self, client_id: str, group: str, wanted: Subscriptions | None, mode: Mode, *, remote: bool = False
+    ) -> None:
         others = self._others(client_id, group)
         for other in others:
-            if other.mode != mode:
+            order_is_known = not (remote or other.remote)
+            if other.mode != (mode if order_is_known else mode._replace(ordered=other.mode.ordered)):
                 raise GroupInUseError(
                     f"group {group!r} is consumed as ({other.mode}) by {other.client_id!r}; {client_id!r} asks for "
                     f"({mode}): stop the other members first, or use another group"
                 )
         if wanted is not None:
             _check_subscriptions(group, client_id, wanted, others)
-        if known is None:
-            self._check_retry(client_id, group, retry)
-        return known
 
     def _others(self, client_id: str, group: str) -> list[Member]:
         return [member for name, member in self._groups.get(group, {}).items() if name != client_id]
