@@ -12,7 +12,7 @@
 #   make delta   Delta tables imported, and written by streams, in an environment of their own (needs Maven)
 #   make spark-bench  Spark's reads, writes and jobs beside what they replace, each ratio beside its goal (half an hour)
 #   make interop  both engines on one store, ours and Apache RocketMQ's (needs a JDK, Maven; ROCKETMQ=5.4.0 takes another)
-#   make conformance  RocketMQ's Java clients against `mqstore serve` (needs a JDK, Maven; CLIENTS="5.3.3 4.9.8" takes others)
+#   make conformance  RocketMQ's Java clients and mqadmin against `mqstore serve` (needs a JDK, Maven; CLIENTS="5.3.3 4.9.8" takes others)
 #   make crash   more crash images than `make test` tries, N=100000 of them, and a crash or error at every change
 #   make descriptors  stores in processes with few file descriptors: N=2000 cases (a few a second)
 #   make retention  every command and call that reads beside a writer that drops segments, N=20 rounds
@@ -130,11 +130,16 @@ var/rocketmq-%/fetched: tests/interop/pom.xml
 
 CLIENTS ?= 5.3.3 4.9.8
 
-conformance: $(VENV)/stamp-dev $(CLIENTS:%=var/rocketmq-client-%/fetched)
-	MQSTORE_ROCKETMQ_CLIENTS=$(subst $(eval) ,:,$(CLIENTS:%=var/rocketmq-client-%)) $(BIN)/python -m pytest tests/serve/test_java.py
+conformance: $(VENV)/stamp-dev $(CLIENTS:%=var/rocketmq-client-%/fetched) var/rocketmq-tools-5.3.3/fetched
+	MQSTORE_ROCKETMQ_CLIENTS=$(subst $(eval) ,:,$(CLIENTS:%=var/rocketmq-client-%)) MQSTORE_ROCKETMQ_TOOLS=var/rocketmq-tools-5.3.3 $(BIN)/python -m pytest tests/serve/test_java.py tests/serve/test_mqadmin.py
 
+COPY_JARS = mvn --batch-mode --quiet --file $< dependency:copy-dependencies -DoutputDirectory=$(CURDIR)/$(@D) -Drocketmq.version=$*
 var/rocketmq-client-%/fetched: tests/serve/java/pom.xml
-	mvn --batch-mode --quiet --file $< dependency:copy-dependencies -Drocketmq.version=$* -DoutputDirectory=$(CURDIR)/$(@D)
+	$(COPY_JARS)
+	@touch $@
+
+var/rocketmq-tools-%/fetched: tests/serve/java/pom.xml
+	$(COPY_JARS) -Drocketmq.artifact=rocketmq-tools
 	@touch $@
 
 # Files of tests/log that try a kill at each change of a run, as those of other folders below do.

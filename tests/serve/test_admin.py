@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 import mqstore
 from mqstore import Store, StoreConfig
 from mqstore.engine import SimulatedClock
-from tests.serve.support import PULL, PULL_ORDERS, Client, serving
+from tests.serve.support import ORDERS, PULL, PULL_ORDERS, SEND, Client, serving, started
 
 QUEUES = {0: [b"a", b"b", b"c"], 1: [b"d"]}
 """Bodies of `orders`. The key of each is its letter, and its unique key that twice."""
@@ -28,34 +29,27 @@ OFFSETS: dict[str, dict[str, Any]] = {
     "orders/1": {"brokerOffset": 1, "consumerOffset": 0, "lastTimestamp": 0, "pullOffset": 0},
 }
 """Offsets of `billing`, which has consumed two messages of queue 0."""
-ORDERS_TOPIC = {
-    "topicName": "orders",
-    "readQueueNums": 2,
-    "writeQueueNums": 2,
-    "perm": 6,
-    "order": False,
-    "attributes": {},
-    "topicFilterType": "SINGLE_TAG",
-    "topicSysFlag": 0,
+ORDERS_TOPIC = json.loads("""{"topicName": "orders", "readQueueNums": 2, "writeQueueNums": 2, "perm": 6, "order": false,
+    "attributes": {}, "topicFilterType": "SINGLE_TAG", "topicSysFlag": 0}""")
+BILLING = json.loads("""{"groupName": "billing", "consumeEnable": true, "consumeBroadcastEnable": true,
+    "consumeMessageOrderly": false, "retryQueueNums": 1, "retryMaxTimes": 16,
+    "groupRetryPolicy": {"type": "CUSTOMIZED"}}""")
+SUBSCRIPTION = json.loads("""{"classFilterMode": false, "codeSet": [97, 98], "expressionType": "TAG",
+    "subString": "a || b", "subVersion": 0, "tagsSet": ["a", "b"], "topic": "orders"}""")
+STATS: dict[str, Any] = {
+    "offsetTable": {
+        "orders/0": {"minOffset": 0, "maxOffset": 3, "lastUpdateTimestamp": TIMES[ord("c")]},
+        "orders/1": {"minOffset": 0, "maxOffset": 1, "lastUpdateTimestamp": TIMES[ord("d")]},
+    },
+    "topicPutTps": 0.0,
 }
-BILLING = {
-    "groupName": "billing",
-    "consumeEnable": True,
-    "consumeBroadcastEnable": True,
-    "consumeMessageOrderly": False,
-    "retryQueueNums": 1,
-    "retryMaxTimes": 16,
-    "groupRetryPolicy": {"type": "CUSTOMIZED"},
+UNITS = {
+    "maxQueueIndex": 1,
+    "minQueueIndex": 0,
+    "queueData": [{"eval": False, "physicOffset": 0, "physicSize": 0, "tagsCode": ord("d")}],
+    "filterData": "billing@orders is not online!",
 }
-SUBSCRIPTION = {
-    "classFilterMode": False,
-    "codeSet": [97, 98],
-    "expressionType": "TAG",
-    "subString": "a || b",
-    "subVersion": 0,
-    "tagsSet": ["a", "b"],
-    "topic": "orders",
-}
+IDLE = {f"stats{window}": {"avgpt": 0.0, "sum": 0, "tps": 0.0} for window in ("Minute", "Hour", "Day")}
 NONE = {"counter": 0, "stateVersion": 0, "timestamp": 0}
 
 
@@ -120,17 +114,7 @@ def body_of(store: Store, *places: tuple[int, int]) -> bytes:
         (43, {}, {"dataVersion": NONE, "offsetTable": {"orders@billing": {"0": 2}}}),
         (45, {}, {"dataVersion": NONE, "offsetTable": {}}),
         (201, {}, {"dataVersion": NONE, "forbiddenTable": {}, "subscriptionGroupTable": {"billing": BILLING}}),
-        (
-            202,
-            {"topic": "orders"},
-            {
-                "offsetTable": {
-                    "orders/0": {"minOffset": 0, "maxOffset": 3, "lastUpdateTimestamp": TIMES[ord("c")]},
-                    "orders/1": {"minOffset": 0, "maxOffset": 1, "lastUpdateTimestamp": TIMES[ord("d")]},
-                },
-                "topicPutTps": 0.0,
-            },
-        ),
+        (202, {"topic": "orders"}, STATS),
         (206, {}, {"topicList": ["orders"]}),
         (208, {"consumerGroup": "billing"}, {"consumeTps": 0.0, "offsetTable": OFFSETS}),
         (208, {"consumerGroup": "billing", "topic": "orders"}, {"consumeTps": 0.0, "offsetTable": OFFSETS}),
@@ -139,21 +123,8 @@ def body_of(store: Store, *places: tuple[int, int]) -> bytes:
         (224, {"cluster": "DefaultCluster"}, {"topicList": ["orders"]}),
         (224, {"cluster": "other"}, {"topicList": []}),
         (300, {"topic": "orders"}, {"groupList": ["billing"]}),
-        (
-            315,
-            {"statsName": "TOPIC_PUT_NUMS", "statsKey": "orders"},
-            {f"stats{window}": {"avgpt": 0.0, "sum": 0, "tps": 0.0} for window in ("Minute", "Hour", "Day")},
-        ),
-        (
-            321,
-            {"topic": "orders", "queueId": 1, "index": 0, "count": 5, "consumerGroup": "billing"},
-            {
-                "maxQueueIndex": 1,
-                "minQueueIndex": 0,
-                "queueData": [{"eval": False, "physicOffset": 0, "physicSize": 0, "tagsCode": ord("d")}],
-                "filterData": "billing@orders is not online!",
-            },
-        ),
+        (315, {"statsName": "TOPIC_PUT_NUMS", "statsKey": "orders"}, IDLE),
+        (321, {"topic": "orders", "queueId": 1, "index": 0, "count": 5, "consumerGroup": "billing"}, UNITS),
         (328, {}, {"data": {}}),
         (345, {"group": "billing", "topic": "orders"}, {"group": "billing", "topic": "orders"}),
         (351, {"topic": "orders"}, ORDERS_TOPIC),
@@ -190,12 +161,8 @@ def test_names_have_the_address_of_the_broker(
 
 def test_connections_are_those_of_the_last_heartbeats(client: Client) -> None:
     consume(client)
-    me = {
-        "clientAddr": "{}:{}".format(*client.socket.getsockname()),
-        "clientId": "c1",
-        "language": "PYTHON",
-        "version": 479,
-    }
+    here = "{}:{}".format(*client.socket.getsockname())
+    me = {"clientAddr": here, "clientId": "c1", "language": "PYTHON", "version": 479}
     assert value_of(client.ask(203, {"consumerGroup": "billing"}).body) == {
         "connectionSet": [me],
         "consumeFromWhere": "CONSUME_FROM_FIRST_OFFSET",
@@ -280,6 +247,15 @@ def test_message_is_viewed_by_its_offset_in_the_log(client: Client, store: Store
     assert client.ask(33, {"offset": message.physical_offset}).code == 1
 
 
+def test_id_of_a_message_has_the_address_of_the_server(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with started(tmp_path / "mq", "--listen", f"127.0.0.1:{port}") as (_, address), Client(address) as client:
+        message_id = client.ask(SEND, ORDERS, b"a").fields["msgId"]
+        assert message_id == f"7F000001{port:08X}{0:016X}"
+        assert client.ask(33, {"offset": 0}).code == 0
+
+
 # -- changes ----------------------------------------------------------------------------------------------------------
 
 
@@ -325,7 +301,7 @@ def test_topic_and_group_with_consumers_are_not_deleted(client: Client, address:
         assert client.ask(215, {"topic": "orders"}).code == 16
         assert client.ask(207, {"groupName": "billing"}).code == 16
         consumer.ask(35, {"clientID": "c1", "consumerGroup": "billing"})
-    for code in (215, 215, 216):
+    for code in (215, 215, 216, 102):
         assert client.ask(code, {"topic": "orders"}).code == 0
     assert store.topics() == ["%RETRY%billing"]
 
@@ -398,8 +374,6 @@ def test_refusal_has_code_and_text_and_changes_nothing(
         ({"timestamp": TIMES[ord("b")]}, {0: 1, 1: 0}),
         ({"timestamp": TIMES[ord("c")] + 1}, {0: 3, 1: 0}),
         ({"timestamp": (1 << 63) - 1}, {0: 3, 1: 1}),
-        ({"timestamp": 0, "isForce": "false"}, {0: 0, 1: 0}),
-        ({"timestamp": -1, "isForce": "false"}, {0: 2, 1: 1}),  # only back
         ({"timestamp": 0, "queueId": 1}, {1: 0}),
         ({"timestamp": 0, "queueId": 0, "offset": 1}, {0: 1}),
         ({"timestamp": -1, "queueId": 0, "offset": 0}, {0: 0}),

@@ -121,7 +121,9 @@ def serve(
         bound = bind_all(listen, unix)
         link = start_child(bound)
         listen, unix, given = (), None, [*bound, *given]
-    with mqstore.open(directory, durability="flush" if flush else "append") as store:
+    addresses = [each.getsockname()[:2] for each in given if each.family != socket.AF_UNIX] + [*listen]
+    config = mqstore.StoreConfig(store_host=_store_host(advertise, addresses))
+    with mqstore.open(directory, durability="flush" if flush else "append", config=config) as store:
         server = Server(store.broker, listen=listen, unix=unix, sockets=given, linger_s=linger, advertise=advertise)
         asyncio.run(_run(server, link, json_output=json_output))
 
@@ -132,6 +134,16 @@ def _is_loopback(host: str) -> bool:
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return False
+
+
+def _store_host(advertise: str | None, addresses: list[tuple[str, int]]) -> str:
+    """Return the server's address for the ids of messages. Tools look there for the message of an id."""
+    with suppress(OSError, ValueError, IndexError):
+        host, _, port = advertise.rpartition(":") if advertise else (addresses[0][0], "", addresses[0][1])
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        address, number = map(str, min(name for _, _, _, _, name in found)[:2])
+        return f"[{address}]:{number}" if ":" in address else f"{address}:{number}"
+    return mqstore.StoreConfig().store_host  # a name that is known only elsewhere
 
 
 def _ready_line(endpoints: list[str]) -> str:

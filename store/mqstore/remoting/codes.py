@@ -45,6 +45,7 @@ class Code(IntEnum):
     GET_ALL_DELAY_OFFSET = 45
     CHECK_CLIENT_CONFIG = 46
     GET_KV_CONFIG = 101
+    DELETE_KV_CONFIG = 102
     GET_ROUTEINFO_BY_TOPIC = 105
     GET_BROKER_CLUSTER_INFO = 106
     UPDATE_AND_CREATE_SUBSCRIPTIONGROUP = 200
@@ -197,9 +198,7 @@ REQUESTS: Final[Mapping[int, tuple[_Field, ...]]] = {
     Code.DELETE_SUBSCRIPTIONGROUP: _fields("groupName!"),
     Code.GET_CONSUME_STATS: _fields("consumerGroup! topic topicList"),
     Code.DELETE_TOPIC_IN_BROKER: _TOPIC,
-    Code.INVOKE_BROKER_TO_RESET_OFFSET: _fields(
-        "group! topic! timestamp!:i64 isForce:bool=true queueId:i32=-1 offset:i64"
-    ),
+    Code.INVOKE_BROKER_TO_RESET_OFFSET: _fields("group! topic! timestamp!:i64 queueId:i32=-1 offset:i64"),
     Code.GET_TOPICS_BY_CLUSTER: _fields("cluster!"),
     Code.QUERY_TOPIC_CONSUME_BY_WHO: _TOPIC,
     Code.GET_CONSUMER_RUNNING_INFO: _fields("consumerGroup! clientId!"),

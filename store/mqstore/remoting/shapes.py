@@ -30,7 +30,8 @@ def dumps_tables(value: Any) -> bytes:
     """Return a body in which objects are keys, as fastjson writes them and no JSON parser reads them. Such a key is
     given by its members.
 
-    >>> dumps_tables({"offsetTable": {queue_key("b", "orders", 3): 7}})
+    >>> offsets = {queue_key("b", "orders", 3): 7}
+    >>> dumps_tables({"offsetTable": offsets})
     b'{"offsetTable":{{"brokerName":"b","queueId":3,"topic":"orders"}:7}}'
     """
     return _text_of(value).encode()

@@ -196,7 +196,8 @@ def _group_configs(server: Server, call: Call) -> Any:
 
 
 def _reset(server: Server, call: Call) -> None:
-    """Move a group's offsets to a time. Its consumers get the new ones, and begin again there."""
+    """Move a group's offsets to a time. Its consumers get the new ones, and begin again there. As in a broker 5.3.3 the
+    offsets move forward and back, whatever `isForce` says."""
     values = call.values
     group, topic = values["group"], values["topic"]
 
@@ -217,15 +218,7 @@ def _reset_offsets(broker: Broker, values: Mapping[str, Any]) -> dict[QueueRef, 
         return broker.reset(group, topic, one, offset)
     start: Any = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=min(max(0, time_ms), 1 << 47))
     start = "latest" if time_ms < 0 else "earliest" if time_ms == 0 else start
-    if values["isForce"]:
-        return broker.reset(group, topic, None if one < 0 else one, start)
-    offsets: dict[QueueRef, int] = {}
-    for queue_id in range(broker.topics.require(topic).read_queues) if one < 0 else (one,):
-        end = broker.max_offset(topic, queue_id)
-        to = end if time_ms < 0 else broker.offset_for_time(topic, queue_id, time_ms)
-        back = min(to, end if (at := broker.committed(group, topic, queue_id)) is None else at)
-        offsets |= broker.reset(group, topic, queue_id, back)
-    return offsets
+    return broker.reset(group, topic, None if one < 0 else one, start)
 
 
 # -- clients --------------------------------------------------------------------------------------------------------
@@ -348,6 +341,7 @@ HANDLERS: Mapping[Code, Handler] = {
     Code.GET_SYSTEM_TOPIC_LIST_FROM_NS: at_once(_system_topics),
     Code.GET_SYSTEM_TOPIC_LIST_FROM_BROKER: in_thread(_system_topics),
     Code.GET_KV_CONFIG: _no_kv,
+    Code.DELETE_KV_CONFIG: at_once(lambda server, call: None),  # there are none
     Code.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP: in_thread(_put_group),
     Code.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP_LIST: in_thread(_put_groups),
     Code.DELETE_SUBSCRIPTIONGROUP: _delete_group,

@@ -7,6 +7,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from mqstore.broker.admin.statistics import Rate
 from mqstore.broker.names import QueueKey
 from mqstore.errors import ResultCode
 from mqstore.options import seconds
@@ -16,7 +17,7 @@ from mqstore.remoting.shapes import dumps_tables, queue_key
 from mqstore.serve.admin import NO_VERSION, AdminError, at_once, in_thread
 
 if TYPE_CHECKING:
-    from mqstore.broker.admin.statistics import CounterKey, Rate, StatisticsSnapshot
+    from mqstore.broker.admin.statistics import StatisticsSnapshot
     from mqstore.serve.connection import Call
     from mqstore.serve.server import Handler, Server
 
@@ -24,6 +25,7 @@ _FOUND_MAX: Final = 64
 """Messages of an answer, as RocketMQ's `maxMsgsNumBatch`."""
 _BYTES_MAX: Final = 4 << 20
 _UNITS_MAX: Final = 1_024
+_NO_RATE: Final = Rate(0, 0, 0)
 
 # -- messages -------------------------------------------------------------------------------------------------------
 
@@ -104,8 +106,8 @@ def _topic_stats(server: Server, call: Call) -> bytes:
             "maxOffset": end,
             "minOffset": first,
         }
-    rate = _statistics(server).minute.get(("TOPIC_PUT_NUMS", topic))
-    return dumps_tables({"offsetTable": table, "topicPutTps": 0.0 if rate is None else rate.tps})
+    rate = _statistics(server).minute.get(("TOPIC_PUT_NUMS", topic), _NO_RATE)
+    return dumps_tables({"offsetTable": table, "topicPutTps": rate.tps})
 
 
 Subscribed = Callable[[str, str], bool]
@@ -152,8 +154,7 @@ def _stats_of(server: Server, group: str, topics: list[str], statistics: Statist
                 "lastTimestamp": _stored_ms(server, topic, queue_id, offset - 1),
                 "pullOffset": max(offset, broker.offsets.query_pull(key) or 0),
             }
-        rate = statistics.minute.get(("GROUP_GET_NUMS", f"{topic}@{group}"))
-        tps += 0.0 if rate is None else rate.tps
+        tps += statistics.minute.get(("GROUP_GET_NUMS", f"{topic}@{group}"), _NO_RATE).tps
     return {"consumeTps": tps, "offsetTable": table}
 
 
@@ -203,30 +204,25 @@ def _counter(server: Server, call: Call) -> Any:
     statistics = _statistics(server)
     if (name, key) not in statistics.totals:
         raise AdminError(ResultCode.SYSTEM_ERROR, f"nothing is counted as {name} of {key!r}")
-
-    def shown(window: Mapping[CounterKey, Rate]) -> dict[str, Any]:
-        if (rate := window.get((name, key))) is None:
-            return {"avgpt": 0.0, "sum": 0, "tps": 0.0}
-        return {"avgpt": rate.average, "sum": rate.value, "tps": rate.tps}
-
     windows = {"Minute": statistics.minute, "Hour": statistics.hour, "Day": statistics.day}
-    return {f"stats{name}": shown(window) for name, window in windows.items()}
+    rates = {window: table.get((name, key), _NO_RATE) for window, table in windows.items()}
+    return {
+        f"stats{window}": {"avgpt": rate.average, "sum": rate.value, "tps": rate.tps} for window, rate in rates.items()
+    }
 
 
 def _runtime(server: Server, call: Call) -> Any:
     """Return what `mqadmin` prints of a broker. A number that RocketMQ has and this server has not is 0."""
     stats, now_ms = server.broker.stats(), server.broker.clock.now_ms()
     store, counters = stats.store, stats.counters
-    rates = {name: counters.minute.get((f"BROKER_{name}_NUMS", "")) for name in ("PUT", "GET")}
-    tps = {name: 0.0 if rate is None else rate.tps for name, rate in rates.items()}
+    tps = {name: counters.minute.get((f"BROKER_{name}_NUMS", ""), _NO_RATE).tps for name in ("PUT", "GET")}
     up = timedelta(milliseconds=max(0, now_ms - store.opened_ms))
     minutes, up_s = divmod(up.seconds, 60)
     try:
         earliest_ms = server.broker.store.at(store.min_offset).store_timestamp_ms
     except LookupError:
         earliest_ms = now_ms
-    puts, gets = counters.total("BROKER_PUT_NUMS"), counters.total("BROKER_GET_NUMS")
-    pools = ("send", "pull", "ack", "query", "litePull")
+    pools = ("send", "pull", "ack")
     table: dict[str, object] = {
         "bootTimestamp": store.opened_ms,
         "brokerActive": "true",
@@ -235,17 +231,13 @@ def _runtime(server: Server, call: Call) -> Any:
         "commitLogDiskRatio": f"{store.disk_ratio:.2f}",
         "commitLogMaxOffset": store.max_offset,
         "commitLogMinOffset": store.min_offset,
-        "consumeQueueDiskRatio": f"{store.disk_ratio:.2f}",
         "dispatchBehindBytes": store.dispatch_lag_bytes,
         "earliestMessageTimeStamp": earliest_ms,
-        "getFoundTps": f"{tps['GET']:.2f}",
-        "getMissTps": "0.0",
-        "getTotalTps": f"{tps['GET']:.2f}",
         "getTransferredTps": f"{tps['GET']:.2f}",
         # Counted since the store was opened, since nothing is kept of the day before.
         **{f"msg{name}Total{day}": 0 for name in ("Put", "Get") for day in ("YesterdayMorning", "TodayMorning")},
-        "msgPutTotalTodayNow": puts,
-        "msgGetTotalTodayNow": gets,
+        "msgPutTotalTodayNow": counters.total("BROKER_PUT_NUMS"),
+        "msgGetTotalTodayNow": counters.total("BROKER_GET_NUMS"),
         "pageCacheLockTimeMills": 0,
         "putMessageEntireTimeMax": store.put_longest_ns // 1_000_000,
         "putMessageFailedTimes": store.failed_puts,
@@ -255,7 +247,6 @@ def _runtime(server: Server, call: Call) -> Any:
         "runtime": f"[ {up.days} days, {minutes // 60} hours, {minutes % 60} minutes, {up_s} seconds ]",
         **{f"{pool}ThreadPoolQueueSize": 0 for pool in pools},
         **{f"{pool}ThreadPoolQueueHeadWaitTimeMills": 0 for pool in pools},
-        "startAcceptSendRequestTimeStamp": 0,
         "timerCongestNum": stats.timer_waiting,
         **dict.fromkeys(("timerReadBehind", "timerOffsetBehind", "timerEnqueueTps", "timerDequeueTps"), 0),
     }

@@ -28,6 +28,7 @@ public class Admin {
                 });
                 consumer.start();
                 producer.setNamesrvAddr(args[0]);
+                producer.setInstanceName(consumer.getInstanceName()); // it knows the broker, and sends its heartbeat at once
                 producer.start();
                 while (consumed.get() < Integer.parseInt(words[1])) {
                     Thread.sleep(20);
