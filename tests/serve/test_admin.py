@@ -16,6 +16,7 @@ import pytest
 
 import mqstore
 from mqstore import Store, StoreConfig
+from mqstore.contract import Mode
 from mqstore.engine import SimulatedClock
 from tests.serve.support import ORDERS, PULL, PULL_ORDERS, SEND, Client, serving, started
 
@@ -175,6 +176,15 @@ def test_connections_are_those_of_the_last_heartbeats(client: Client) -> None:
     assert (shop["clientId"], shop["remoteIP"]) == ("c1", f"/{me['clientAddr']}")
     found = value_of(client.ask(345, {"group": "billing", "topic": "orders"}).body)
     assert found["subscriptionData"] == SUBSCRIPTION
+
+
+def test_consumers_of_this_process_are_listed(client: Client, store: Store) -> None:
+    store.broker.members.register("py-1", "billing", {"orders": ("TAG", "a")}, Mode("queue"))
+    answer = value_of(client.ask(203, {"consumerGroup": "billing"}).body)
+    assert client.ask(215, {"topic": "orders"}).code == 16
+    [python] = answer["connectionSet"]
+    assert (python["clientId"], python["language"]) == ("py-1", "PYTHON")
+    assert answer["subscriptionTable"]["orders"]["tagsSet"] == ["a"]
 
 
 def test_progress_of_all_groups_has_the_sums(client: Client, store: Store) -> None:

@@ -17,15 +17,16 @@ from mqstore.broker.tables.groups import GroupConfig
 from mqstore.errors import ConfigError, MQStoreError, NotPermittedError, ResultCode
 from mqstore.layout.javahash import java_hash
 from mqstore.remoting.codes import CONSUMER_NOT_ONLINE, QUERY_NOT_FOUND, Code
-from mqstore.remoting.frames import Frame
+from mqstore.remoting.frames import VERSION, Frame
 from mqstore.remoting.shapes import dumps, dumps_tables, loads, queue_key
+from mqstore.serve.registry import Subscription
 from mqstore.serve.routes import DEFAULT_TOPIC
 
 if TYPE_CHECKING:
     from mqstore.broker.broker import Broker
     from mqstore.log.commitlog import QueueRef
     from mqstore.serve.connection import Call
-    from mqstore.serve.registry import Client, Subscription
+    from mqstore.serve.registry import Client
     from mqstore.serve.server import Handler, Server
 
 Query = Callable[["Server", "Call"], Any]
@@ -225,17 +226,22 @@ def _reset_offsets(broker: Broker, values: Mapping[str, Any]) -> dict[QueueRef, 
 
 
 def _consumers(server: Server, call: Call) -> Any:
-    group = call.values["consumerGroup"]
+    group, members = call.values["consumerGroup"], server.broker.members
     consumers = server.registry.consumers(group)
-    if not consumers:
+    own = {"clientAddr": "", "language": "PYTHON", "version": VERSION}
+    connections = [_connection(name, server.registry.clients[name]) for name in consumers]
+    connections += [own | {"clientId": name} for name in members.members(group) if name not in consumers]
+    if not connections:
         raise AdminError(CONSUMER_NOT_ONLINE, f"the group {group!r} has no consumers")
-    last = list(consumers.values())[-1]
-    table = {topic: each for consumer in consumers.values() for topic, each in consumer.subscriptions.items()}
+    last, mode = next(reversed([*consumers.values()]), None), members.mode(group)
+    broadcasting = mode is not None and mode.broadcasting if last is None else last.broadcasting
+    table = {topic: Subscription(topic, text, kind) for topic, (kind, text) in members.subscriptions(group).items()}
+    table |= {topic: each for consumer in consumers.values() for topic, each in consumer.subscriptions.items()}
     return {
-        "connectionSet": [_connection(name, server.registry.clients[name]) for name in consumers],
-        "consumeFromWhere": last.start,
-        "consumeType": last.kind,
-        "messageModel": "BROADCASTING" if last.broadcasting else "CLUSTERING",
+        "connectionSet": connections,
+        "consumeFromWhere": "CONSUME_FROM_FIRST_OFFSET" if last is None else last.start,
+        "consumeType": "CONSUME_PASSIVELY" if last is None else last.kind,
+        "messageModel": "BROADCASTING" if broadcasting else "CLUSTERING",
         "subscriptionTable": {topic: _subscription(each) for topic, each in table.items()},
     }
 
