@@ -235,3 +235,58 @@ PyObject *native_copy_parts(PyObject *module, PyObject *const *args, Py_ssize_t 
     near_close(&near);
     return PyErr_Occurred() ? NULL : Py_BuildValue("nL", i - first, room);
 }
+
+/* Records of messages: where they are, if they follow each other in one buffer, and their size. */
+typedef struct {
+    PyObject *buffer;
+    long long first, size;
+    bool together;
+} Records;
+
+/* Find the records of a list of messages, or with `to` copy as many bytes as were found before. False if Python must read one, as
+   the body of a reference, with or without an exception. */
+static bool find_records(PyObject *messages, Records *records, char *to)
+{
+    Near near = {0};
+    long long size = 0;
+    bool plain = true;
+    for (Py_ssize_t i = 0; plain && i < PyList_GET_SIZE(messages); i++) {
+        Located *message = (Located *)PyList_GET_ITEM(messages, i);
+        Parts parts;
+        if (!(plain = PyObject_TypeCheck(message, &LocatedType) && near_record(&near, message, &parts) == 0))
+            break;
+        const uint8_t *record = (const uint8_t *)near.view.buf + message->start;
+        plain = (get32(record + SYS_FLAG_AT) & BODY_ELSEWHERE) != BODY_ELSEWHERE;
+        if (!to && !i)
+            *records = (Records){Py_NewRef(near.view.obj), message->start, 0, true};
+        records->together = records->together && near.view.obj == records->buffer && message->start == records->first + size;
+        if (to && (plain = plain && parts.size <= records->size - size)) /* another process may have changed it meanwhile */
+            memcpy(to + size, record, (size_t)parts.size);
+        size += parts.size;
+    }
+    near_close(&near);
+    plain = plain && (!to || size == records->size);
+    records->size = to ? records->size : size;
+    return plain;
+}
+
+/* records_of(messages) -> the bytes of their records, one after the other: a view of their buffer if they follow each other there,
+   otherwise a copy. None if Python must read one. */
+PyObject *native_records_of(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 1 || !PyList_Check(args[0]))
+        return PyErr_Format(PyExc_TypeError, "records_of takes a list");
+    Records found = {0};
+    PyObject *result = NULL;
+    if (!find_records(args[0], &found, NULL)) {
+    } else if (found.together) {
+        PyObject *view = PyMemoryView_FromObject(found.buffer);
+        result = view ? PySequence_GetSlice(view, found.first, found.first + found.size) : NULL;
+        Py_XDECREF(view);
+    } else if ((result = PyBytes_FromStringAndSize(NULL, found.size)) &&
+               !find_records(args[0], &found, PyBytes_AS_STRING(result))) {
+        Py_CLEAR(result);
+    }
+    Py_XDECREF(found.buffer);
+    return result ? result : PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+}

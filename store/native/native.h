@@ -173,7 +173,7 @@ static inline void fetch_at(const uint8_t *data, int64_t length, int64_t at, int
     F(crc32c_by_table) F(sweep) F(content_end) F(lay) F(meet) F(data_end) F(list) F(walk) F(join) F(measure) \
     F(pairs) F(find_inner) F(record_holds) F(open_beneath) F(read_at) F(lengths) F(encode) F(restore) \
     F(identify) F(copy_parts) F(message_parts) F(renumber) F(put_entries) F(read_units) F(tagged) F(check_units) \
-    F(frames) F(frame_head)
+    F(frames) F(frame_head) F(records_of)
 #define DECLARED(name) PyObject *native_##name(PyObject *, PyObject *const *, Py_ssize_t);
 FUNCTIONS(DECLARED)
 extern PyTypeObject QueueTailType, LogTailType, LocatedType, SenderType, PutMethodType;

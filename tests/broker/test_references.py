@@ -17,6 +17,7 @@ import pytest
 
 from mqstore import Message, Retention
 from mqstore.errors import FormatError
+from mqstore.log.message import records_of
 from tests.broker import support
 from tests.broker.referencesupport import BODY, DELAYS, REFERENCE_BYTES, RETRY, SEGMENT, Bench, is_reference
 from tests.log.support import flip_log, open_store
@@ -107,6 +108,13 @@ def test_waiting_record_is_read_with_its_body(bench: Bench) -> None:
             [found] = store.find("SCHEDULE_TOPIC_XXXX", key="k")
             assert found.body == BODY
     assert pickle.loads(pickle.dumps(waiting)).body == BODY
+
+
+def test_records_for_a_client_have_their_bodies(bench: Bench) -> None:
+    waiting = bench.fail()
+    records = bytes(records_of([waiting, waiting]))
+    assert records == 2 * waiting._whole()._record_bytes()
+    assert BODY in records
 
 
 def test_each_attempt_refers_to_the_one_before(bench: Bench) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 import select
 import threading
 import time
@@ -252,6 +254,24 @@ def test_stopping_server_answers_sends_that_wait_for_the_disk(tmp_path: Path) ->
                 codes.append(client.answer(send).code)
         assert set(codes) <= {0, 1500}  # stored, or refused because the server stops
         assert len(list(store.iter("orders"))) >= codes.count(0) > 0
+
+
+def test_answers_that_a_client_does_not_read_keep_no_segment_mapped(store: Store) -> None:
+    """Retention could not free the disk space of the segment."""
+
+    def views() -> int:
+        return sum(isinstance(each, memoryview) and isinstance(each.obj, mmap.mmap) for each in gc.get_objects())
+
+    store.put("orders", bytes(1 << 18), queue_id=0)
+    before = views()
+    with serving(store) as address, Client(address) as slow, Client(address) as other:
+        pulls = [slow.send(PULL, PULL_ORDERS) for _ in range(40)]
+        for _ in range(1000):  # an answer that is just being sent has one
+            other.ask(ROUTE, {"topic": "orders"})
+            if views() == before:
+                break
+        assert views() == before
+        assert {len(slow.answer(pull).body) for pull in pulls} == {len(other.ask(PULL, PULL_ORDERS).body)}
 
 
 @pytest.mark.parametrize("properties", ["UNIQ_KEY\x01u\x02", "DELAY\x011\x02"])  # stored as it came, and rewritten

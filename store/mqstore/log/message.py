@@ -391,6 +391,14 @@ def _restored(kind: type[Message], queue: tuple[str, int], record: bytes, unit: 
     return kind(UnitBatch(QueueRef(*queue), record, unit, offset), 0, offset)
 
 
+def records_of(messages: list[Message]) -> bytes | memoryview:
+    """Return the records of messages as they are stored, one after the other, with their own bodies.
+    If they follow each other in one segment, the result is a view, which pins its mapping. Raises the errors of
+    `Message._whole`."""
+    found: bytes | memoryview | None = None if kernel is None else kernel.records_of(messages)
+    return b"".join([message._whole()._record_bytes() for message in messages]) if found is None else found
+
+
 def stored_bytes(messages: Iterable[Message]) -> int:
     """Return the sum of the messages' sizes, quickly enough for a hot path."""
     return sum(map(_size, messages))

@@ -22,8 +22,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mqstore")
 
+Body = bytes | memoryview
+"""Body of an answer. A view is sent, or copied, before the call that answers returns."""
 _OUTPUT_BYTES_MAX: Final = 1 << 20
 """Unsent answers at which the parsing of a connection stops."""
+_PIECES_MAX: Final = 1024
+"""Pieces that one system call writes."""
 _TURN_FRAMES, _TURN_S = 256, 0.002
 """Frames of one connection, and time, after which others get their turn."""
 
@@ -43,7 +47,7 @@ class Call:
         """Answers it before its time, when the server stops. None: it waits for the disk, which does not take long."""
 
     def reply(
-        self, code: int = 0, fields: Mapping[str, object] | None = None, body: bytes = b"", remark: str | None = None
+        self, code: int = 0, fields: Mapping[str, object] | None = None, body: Body = b"", remark: str | None = None
     ) -> None:
         """Send the answer. Call it once, in the loop's thread."""
         connection, request = self.connection, self.frame
@@ -62,7 +66,9 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(server.limits.frame_bytes)
         self._transport: asyncio.Transport = cast("asyncio.Transport", None)
-        self._out: list[bytes] = []
+        self._fd = -1
+        """The socket, if what is written there is not encrypted."""
+        self._out: list[Body] = []
         self._out_bytes = 0
         self._blocked = False
         """True while the socket takes no more answers."""
@@ -91,6 +97,8 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_OUTPUT_BYTES_MAX)
+        if transport.get_extra_info("sslcontext") is None:
+            self._fd = transport.get_extra_info("socket").fileno()
         self.peer = address_of(transport.get_extra_info("peername"))
         self.address = endpoint_of(transport.get_extra_info("sockname"))
         self._server.admit(self)
@@ -161,7 +169,7 @@ class Connection(asyncio.Protocol):
     def _takes_answers(self) -> bool:
         return not (self._blocked or self.closed)
 
-    def send(self, frame: Frame, body: bytes = b"") -> None:
+    def send(self, frame: Frame, body: Body = b"") -> None:
         """Send an answer or a request of the server."""
         if self.closed:
             return
@@ -173,9 +181,21 @@ class Connection(asyncio.Protocol):
             self._flush()
 
     def _flush(self) -> None:
-        if self._out and not self.closed:
-            self._transport.writelines(self._out)
-        self._out, self._out_bytes = [], 0
+        out, self._out, self._out_bytes = self._out, [], 0
+        if not out or self.closed:
+            return
+        # By a call of its own, since a transport of asyncio would join the pieces first, or keep views of mappings.
+        sent = 0
+        if self._fd >= 0 and not self._transport.get_write_buffer_size() and len(out) <= _PIECES_MAX:
+            try:
+                sent = os.writev(self._fd, out)
+            except BlockingIOError:
+                pass
+            except OSError:  # the client is gone
+                self._transport.abort()
+                return
+        if sent < sum(map(len, out)):
+            self._transport.write(b"".join(out)[sent:])
 
     def park(self, call: Call, cancel: Callable[[], object], end: Callable[[], object] | None = None) -> None:
         """Keep a call that is answered later. `cancel` ends its wait if the client goes first, and `end` answers it if

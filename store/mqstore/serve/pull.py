@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Final
 
 from mqstore.broker.filters.filter import Filter
 from mqstore.errors import OffsetOutOfRangeError, ResultCode
+from mqstore.log.message import records_of
 from mqstore.remoting.codes import Code
 
 if TYPE_CHECKING:
     from mqstore.broker.reading import ReadResult
-    from mqstore.serve.connection import Call
+    from mqstore.serve.connection import Body, Call
     from mqstore.serve.server import Handler, Server
 
 _COMMIT, _SUSPEND, _HAS_FILTER = 1, 2, 4
@@ -60,8 +61,7 @@ def _read(server: Server, call: Call, deadline_ms: int) -> None:
         group=values["consumerGroup"],
     )
     if result.messages:
-        body = b"".join(message._whole()._record_bytes() for message in result.messages)
-        _answer(call, ResultCode.SUCCESS, result, body)
+        _answer(call, ResultCode.SUCCESS, result, records_of(result.messages))
     elif result.next_offset != offset:
         passed = result.status in ("NO_MATCHED_MESSAGE", "MESSAGE_WAS_REMOVING")
         _answer(call, ResultCode.PULL_RETRY_IMMEDIATELY if passed else ResultCode.PULL_OFFSET_MOVED, result)
@@ -117,7 +117,7 @@ def _wait_for_heartbeat(server: Server, call: Call, deadline_ms: int) -> None:
     server.park_for(call, left_ms, refuse)
 
 
-def _answer(call: Call, code: ResultCode, result: ReadResult, body: bytes = b"") -> None:
+def _answer(call: Call, code: ResultCode, result: ReadResult, body: Body = b"") -> None:
     # All four: without one of them a Java client consumes nothing, and shows nothing.
     fields = {
         "suggestWhichBrokerId": 0,
