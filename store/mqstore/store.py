@@ -49,6 +49,8 @@ from mqstore.signalsafe import check_holds_none
 
 if TYPE_CHECKING:
     from mqstore.broker.broker import Broker
+    from mqstore.serve.server import Limits
+    from mqstore.serve.thread import ServerThread
 
 _log = logging.getLogger("mqstore")
 
@@ -158,6 +160,7 @@ class Store(Closing, Sending):
         self._pid = os.getpid()
         self._consumers: WeakSet[PullConsumer | PushConsumer | SimpleConsumer] = WeakSet()
         self._producers: WeakSet[Producer] = WeakSet()
+        self._servers: list[ServerThread] = []
 
     def _register(self) -> None:
         """Have the store closed at the end of the process."""
@@ -448,6 +451,39 @@ class Store(Closing, Sending):
         """Return the dead letters of a group, to list, replay and purge."""
         return self.broker.dead_letters(group)
 
+    def serve(
+        self,
+        listen: str | Iterable[str] = "127.0.0.1:9876",
+        *,
+        unix: str | PathLike[str] | None = None,
+        advertise: str | None = None,
+        insecure_bind: bool = False,
+        limits: Limits | None = None,
+    ) -> ServerThread:
+        """Serve the store to other processes from a thread of this one (`docs/processes.md`), and return the server.
+
+            listen          one or several HOST:PORT for RocketMQ's clients and `mqstore.connect`; () for none. Port 0
+                            is any free one: see `address` of the result
+            unix            path of the Unix socket for this user's processes, by default DIR/serve.sock
+            advertise       HOST:PORT for the routes of clients that reach the server at another one
+            insecure_bind   allow an address that other machines can reach; clients need no password
+            limits          what clients can make it hold (`mqstore.serve.Limits`)
+
+        The server keeps the store open. `close` of the server, or of the store, ends it.
+
+        Raises ConfigError, OSError if an address is taken, ReadOnlyStoreError, StoreClosedError, and StoreBusyError in
+        a signal handler that interrupted a call with a lock."""
+        from mqstore.serve.thread import ServerThread  # a program that does not serve does not load it
+
+        check_holds_none()
+        broker = self.broker
+        self.log.check_open()
+        server = ServerThread(
+            broker, listen, unix=unix, advertise=advertise, insecure_bind=insecure_bind, limits=limits
+        )
+        self._servers.append(server)
+        return server
+
     # -- the store --------------------------------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
@@ -523,6 +559,7 @@ class Store(Closing, Sending):
         # Idle consumers first, so that their offsets are saved before the wait for a handler that hangs. Halting again
         # only counts the handlers that run.
         pushing.sort(key=PushConsumer._stop_handlers)
+        self._end_all(server.close for server in self._servers)  # first, while what its clients wait for still works
         self._end_all(partial(_in_time, each.stop, until) for each in pushing)
         for each in consumers:
             if isinstance(each, PullConsumer):

@@ -68,7 +68,7 @@ def serving(store: Store, **options: Any) -> Iterator[tuple[str, int]]:
     thread = threading.Thread(target=lambda: loop.run_until_complete(main()))
     thread.start()
     try:
-        yield _address(ready.result(20))
+        yield address(ready.result(20))
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join(20)
@@ -76,7 +76,7 @@ def serving(store: Store, **options: Any) -> Iterator[tuple[str, int]]:
         loop.close()
 
 
-def _address(endpoint: str) -> tuple[str, int]:
+def address(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.rpartition(":")
     return host, int(port)
 
@@ -85,7 +85,7 @@ def _address(endpoint: str) -> tuple[str, int]:
 def started(*args: object) -> Iterator[tuple[subprocess.Popen[bytes], tuple[str, int]]]:
     """Start the command. Yield it and its first address."""
     with started_line(*args) as (server, line):
-        yield server, _address(line.split()[1].removeprefix("remoting=").partition(",")[0])
+        yield server, address(line.split()[1].removeprefix("remoting=").partition(",")[0])
 
 
 @contextmanager
@@ -187,6 +187,7 @@ __all__ = [
     "SEND",
     "Client",
     "Limits",
+    "address",
     "serving",
     "started",
     "started_line",

@@ -117,6 +117,7 @@ class Store(Closable[sync.Store]):
     verify = paged(sync.Store.verify)
     snapshot = called(sync.Store.snapshot, apart)
     flush = called(sync.Store.flush)
+    serve = called(sync.Store.serve)
 
     queue = made(sync.Store.queue, Queue)
     producer = made(sync.Store.producer, Producer)

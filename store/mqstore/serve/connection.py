@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -91,6 +92,10 @@ class Connection(asyncio.Protocol):
     def closed(self) -> bool:
         """True once nothing can be sent any more."""
         return self._finished or self._transport.is_closing()
+
+    def fileno(self) -> int:
+        """Return the descriptor of its socket, or -1 if it is closed."""
+        return cast("socket.socket", self._transport.get_extra_info("socket")).fileno()
 
     # -- the protocol of asyncio ------------------------------------------------------------------------------------
 

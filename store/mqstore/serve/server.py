@@ -262,6 +262,11 @@ class Server:
         """Number of connections."""
         return len(self._connections)
 
+    def descriptors(self) -> list[int]:
+        """Return the descriptors of its sockets, for a forked child, which must not keep them open."""
+        sockets: list[socket.socket | Connection] = [*self._own, *self._given, *self._connections]
+        return [number for each in sockets if (number := each.fileno()) >= 0]
+
     def address_for(self, connection: Connection) -> str:
         """Return the address of this broker in the routes of a client: where it has reached the server."""
         return self._advertise or connection.address

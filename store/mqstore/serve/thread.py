@@ -1,0 +1,155 @@
+"""Server in a thread of the program that owns the store: `Store.serve`.
+
+    thread of the program    serve -> waits until it listens           close -> waits until it has stopped
+    thread mqstore-serve               loop: Server.start ... Server.stop
+
+The thread is a daemon: a program that ends closes its stores first, and they close their servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+from mqstore.closing import Closing
+from mqstore.errors import ConfigError
+from mqstore.serve.listening import Address, unix_path
+from mqstore.serve.server import Limits, Server
+from mqstore.signalsafe import Future, check_holds_none
+
+if TYPE_CHECKING:
+    from mqstore.broker.broker import Broker
+
+_log = logging.getLogger("mqstore")
+_running: WeakSet[ServerThread] = WeakSet()
+
+
+def parsed_address(text: str, *, insecure_bind: bool = False) -> Address:
+    """Return host and port of `HOST:PORT`. An IPv6 host is in brackets. Raises ConfigError, also for an address that
+    other machines can reach, unless `insecure_bind` allows it.
+
+    >>> parsed_address("127.0.0.1:9876"), parsed_address("[::1]:0")
+    (('127.0.0.1', 9876), ('::1', 0))
+    """
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise ConfigError(f"an address is HOST:PORT, such as 127.0.0.1:9876 or [::1]:9876, not {text!r:.200}")
+    if not insecure_bind and not _is_loopback(host):
+        raise ConfigError(
+            f"{host} can be reached from other machines, and clients need no password: listen on 127.0.0.1, or allow "
+            "it by insecure_bind=True"
+        )
+    return host, int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+class ServerThread(Closing):
+    """Server of an open store, in a thread. Made by `Store.serve`, and closed by `with`, `close` or `Store.close`.
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     with store.serve("127.0.0.1:0") as server:
+    ...         server.address.rpartition(":")[0]
+    '127.0.0.1'
+    """
+
+    endpoints: list[str]
+    """Where it listens: `host:port`, and `unix:path`."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        listen: str | Iterable[str],
+        *,
+        unix: str | os.PathLike[str] | None,
+        advertise: str | None,
+        insecure_bind: bool,
+        limits: Limits | None,
+    ) -> None:
+        """Start a server as `Store.serve` does."""
+        self._pid = os.getpid()
+        self._server = Server(
+            broker,
+            listen=[
+                parsed_address(each, insecure_bind=insecure_bind)
+                for each in ([listen] if isinstance(listen, str) else listen)
+            ],
+            unix=unix_path(broker.store.path) if unix is None else Path(unix),
+            advertise=advertise,
+            limits=limits,
+        )
+        self._ready: Future[list[str]] = Future()
+        self._stop = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="mqstore-serve", daemon=True)
+        try:
+            _running.add(self)
+            self._thread.start()
+            self.endpoints = self._ready.result()
+        except BaseException:  # of the server's start, or of a signal handler
+            self.close()
+            raise
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        except BaseException as error:
+            if self._ready.done():
+                _log.exception("%s: the server has ended", self._server.broker.store.path)
+            else:
+                self._ready.set_exception(error)
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        async with self._server:
+            self._ready.set_result(self._server.endpoints)
+            await self._stop.wait()
+
+    @property
+    def address(self) -> str:
+        """First address at which it listens."""
+        return self.endpoints[0]
+
+    def close(self) -> None:
+        """Accept nothing more, answer waiting calls, and disconnect every client. The store stays open.
+        Repeating it is harmless. In a forked child it does nothing. Raises StoreBusyError in a signal handler that
+        interrupted a call with a lock."""
+        if os.getpid() != self._pid:
+            return
+        check_holds_none()
+        if self._thread.ident is None:  # the system had no thread left
+            self._loop.close()
+            return
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    def leave_to_parent(self) -> None:
+        """Give up the sockets in a forked child: else they would outlive the parent, with nobody who answers."""
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in self._server.descriptors():
+            os.dup2(null, descriptor, inheritable=False)  # not closed: objects of the loop still have the number
+        os.close(null)
+
+
+def _begin_child() -> None:
+    for server in list(_running):
+        server.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_begin_child)
