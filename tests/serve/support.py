@@ -105,8 +105,10 @@ def started_line(*args: object, **options: Any) -> Iterator[tuple[subprocess.Pop
 class Client:
     """A client on one connection."""
 
-    def __init__(self, address: tuple[str, int] | Path, *, binary: bool = False) -> None:
-        if isinstance(address, Path):
+    def __init__(self, address: tuple[str, int] | Path | socket.socket, *, binary: bool = False) -> None:
+        if isinstance(address, socket.socket):
+            self.socket = address
+        elif isinstance(address, Path):
             self.socket = socket.socket(socket.AF_UNIX)
             self.socket.settimeout(20)
             self.socket.connect(str(address))

@@ -42,7 +42,8 @@ _RECORDS = 8192
 
 # `abort` exists if the creator of a store was killed before it wrote the manifest.
 NOT_YET = frozenset(
-    {"lock", "abort", "tmp", "inbox", "_staging", MANIFEST + ".tmp", "serve.json", "serve.json.tmp", "serve.sock"}
+    {"lock", "abort", "tmp", "inbox", "_staging", MANIFEST + ".tmp"}
+    | {f"serve.{each}" for each in ("json", "json.tmp", "sock", "start", "log", "log.1")}
 )
 # Names that must not be links, and the folders in which no name may be a link.
 _OWN_FOLDERS = frozenset(

@@ -167,6 +167,11 @@ class Listening:
         self.endpoints = [endpoint_of(each.getsockname()) for each in (*own, *given)]
 
     @property
+    def sockets(self) -> list[socket.socket]:
+        """Sockets that clients connect to."""
+        return [*self._own, *self._given]
+
+    @property
     def count(self) -> int:
         """Number of connections, with those that are being accepted."""
         return self._server.connections + len(self._starting)
@@ -174,7 +179,7 @@ class Listening:
     def start(self) -> None:
         """Accept connections."""
         self._paused = False
-        for each in (*self._own, *self._given):
+        for each in self.sockets:
             each.setblocking(False)
             self._server.loop.add_reader(each, self._accept, each)
 
@@ -203,7 +208,7 @@ class Listening:
 
     def _pause(self) -> None:
         self._paused = True
-        for each in (*self._own, *self._given):
+        for each in self.sockets:
             self._server.loop.remove_reader(each)
 
     def resume(self) -> None:

@@ -264,8 +264,8 @@ class Server:
 
     def descriptors(self) -> list[int]:
         """Return the descriptors of its sockets, for a forked child, which must not keep them open."""
-        sockets: list[socket.socket | Connection] = [*self._own, *self._given, *self._connections]
-        return [number for each in sockets if (number := each.fileno()) >= 0]
+        listeners = () if self._listening is None else self._listening.sockets
+        return [number for each in (*listeners, *self._connections) if (number := each.fileno()) >= 0]
 
     def address_for(self, connection: Connection) -> str:
         """Return the address of this broker in the routes of a client: where it has reached the server."""

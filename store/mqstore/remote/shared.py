@@ -1,0 +1,262 @@
+"""The server that the first process of a directory starts: `mqstore.open(path, shared=True)` (remoting-server, 17).
+
+    connect to the Unix socket of serve.json ---- a server answers --> done
+      ^   |
+      |   +-- nobody: lock serve.start
+      |         |           |
+      |       taken       got it, and still nobody: a writer without a socket? -> StoreLockedError
+      |         |           |
+      +- pause -+           +-- start a server, hand the lock over to it, and wait until it is ready or has failed
+      ^                                   |
+      +-----------------------------------+
+
+The server keeps the lock until its process ends. So a locked serve.start means that a server starts, serves or closes,
+and waiting for it helps. The file has the options of the process that has started the server.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import pickle
+import random
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from mqstore.clock import SYSTEM_CLOCK
+from mqstore.errors import (
+    ConfigError,
+    ConnectionLostError,
+    FormatError,
+    MQStoreError,
+    NotPermittedError,
+    StoreIOError,
+    StoreLockedError,
+    raise_os_error,
+)
+from mqstore.files.filesystem import REAL
+from mqstore.files.lock import refuse_beside_writer
+from mqstore.files.safe_open import resolved
+from mqstore.layout.jsontext import decode
+from mqstore.log import manifest
+from mqstore.options import Durability, Profile, Retention, StoreConfig, check_durability
+
+_log = logging.getLogger("mqstore")
+
+READY: Final = b"ready\n"
+FAILED: Final = b"\0failed\n"
+"""It comes before a pickled error."""
+_PATIENCE_S: Final = 60.0
+"""Time to wait for a server that another process starts, or that closes its store."""
+_PAUSE_S: Final = (0.005, 0.03)
+_FILE_BYTES_MAX: Final = 1 << 16
+_LINGER_S: Final = 1.0
+_PROGRAM: Final = "import os; os.fork() and os._exit(0)\nfrom mqstore.remote.process import main; main()"
+"""It forks first, so that the server is not a child of a process that does not wait for it."""
+_ENVIRONMENT: Final = re.compile(
+    "PATH|HOME|USER|LOGNAME|LANG|LANGUAGE|LC_.*|TZ|TMPDIR|XDG_RUNTIME_DIR|VIRTUAL_ENV|MQSTORE_.*|PYTHONHOME|"
+    "PYTHONPYCACHEPREFIX|PYTHONDONTWRITEBYTECODE|LD_LIBRARY_PATH|DYLD_LIBRARY_PATH|DYLD_FALLBACK_LIBRARY_PATH"
+)
+"""Variables that a server gets from its starter. Others may have secrets, and it outlives the starter."""
+
+_locks: set[int] = set()
+"""Descriptors of serve.start. A forked child must not keep one: the lock would outlive the server."""
+
+
+def _begin_child() -> None:
+    while _locks:
+        with suppress(OSError):
+            os.close(_locks.pop())
+
+
+os.register_at_fork(after_in_child=_begin_child)
+
+
+def config_as_json(config: StoreConfig) -> dict[str, Any]:
+    """Return the options of a configuration that are not the defaults. Durations become seconds.
+    Raises ConfigError for a clock, which another process cannot have.
+
+    >>> config_as_json(StoreConfig(default_queues=8, max_delay=timedelta(hours=1)))
+    {'default_queues': 8, 'max_delay': 3600.0}
+    """
+    if config.clock is not None:
+        raise ConfigError("a clock belongs to one process; open the store without shared=True, or without the clock")
+    defaults = asdict(StoreConfig())
+    changed = {name: value for name, value in asdict(config).items() if value != defaults[name]}
+    value: dict[str, Any] = decode(json.dumps(changed, default=timedelta.total_seconds))
+    return value
+
+
+def config_of_json(value: Mapping[str, Any]) -> StoreConfig:
+    """Return the configuration that `config_as_json` has written."""
+    retention = value.get("retention")
+    return StoreConfig(**{**value, "retention": None if retention is None else Retention(**retention)})
+
+
+class Starter:
+    """Connects a process to the server of a directory, and starts the server if there is none. Thread-safe."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        create: bool = True,
+        profile: Profile | None = None,
+        durability: Durability = "append",
+        config: StoreConfig | None = None,
+        linger_s: float = _LINGER_S,
+    ) -> None:
+        """Prepare to connect to the server of the store in `path`, with the options of `mqstore.open`.
+        The server ends when nobody has been connected for `linger_s`."""
+        check_durability(durability)
+        self.path = Path(resolved(path))
+        self._create, self._profile, self._config = create, profile, config or StoreConfig()
+        changed = config_as_json(self._config)
+        self._options = changed if durability == "append" else {"durability": durability, **changed}
+        """Options that are not the defaults."""
+        self._arguments = {
+            "path": os.fspath(self.path),
+            "create": create,
+            "profile": profile,
+            "durability": durability,
+            "config": changed,
+            "linger_s": linger_s,
+        }
+
+    def dial(self) -> socket.socket:
+        """Return a socket that is connected to the server. Waits while a server starts, or closes its store.
+
+        Raises StoreLockedError if another process has opened the directory directly, and the errors of `mqstore.open`.
+        Raises StoreIOError if no server can be started, NotPermittedError for the server of another user, and
+        ConnectionLostError if a server neither serves nor ends."""
+        until_s = time.monotonic() + _PATIENCE_S
+        while (found := self._connected() or self._started()) is None:
+            if time.monotonic() > until_s:
+                raise ConnectionLostError(
+                    f"the server of {self.path} does not answer; see {self.path / 'serve.log'}", sent=False
+                )
+            time.sleep(random.uniform(*_PAUSE_S))
+        self._warn_of_other_options()
+        return found
+
+    def _connected(self) -> socket.socket | None:
+        endpoints = self._notice().get("endpoints", ())
+        address = next((each[5:] for each in endpoints if each.startswith("unix:")), None)
+        if address is None:
+            return None
+        found = socket.socket(socket.AF_UNIX)
+        try:
+            found.connect(address)
+            return found
+        except OSError as error:
+            found.close()
+            if isinstance(error, PermissionError):
+                raise NotPermittedError(f"the server of {self.path} belongs to another user") from error
+            if not isinstance(error, FileNotFoundError | ConnectionRefusedError):
+                raise
+            return None
+        except BaseException:
+            found.close()
+            raise
+
+    def _notice(self) -> dict[str, Any]:
+        with suppress(FileNotFoundError, FormatError):
+            value: dict[str, Any] = decode(REAL.read_whole(self.path / "serve.json", _FILE_BYTES_MAX))
+            return value
+        return {}
+
+    def _started(self) -> socket.socket | None:
+        """Start a server and connect to it. Returns None if another process has the lock."""
+        with self._locked() as lock:
+            if lock is None:
+                return None
+            if (found := self._connected()) is None:
+                try:
+                    refuse_beside_writer(self.path)
+                except StoreLockedError as error:
+                    if error.pid is None or error.pid != self._notice().get("pid"):
+                        raise
+                    return None  # of a server that was killed, whose files the system is closing
+                self._start(lock)
+        return found or self._connected()
+
+    @contextmanager
+    def _locked(self) -> Iterator[int | None]:
+        """Lock serve.start. Yields its descriptor, or None if it is locked elsewhere."""
+        name = self.path / "serve.start"
+        if not REAL.exists(name):
+            resolve = partial(manifest.resolve, writer=True, create=self._create, clock=SYSTEM_CLOCK, fs=REAL)
+            resolve(self.path, profile=self._profile, config=self._config)  # raises before there is a file of ours
+            REAL.make_folders(self.path)
+        with REAL.opened(name, os.O_RDWR | os.O_CREAT, self._config.file_mode) as lock:
+            _locks.add(lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                taken = True
+            except BlockingIOError:
+                taken = False
+            except OSError as error:
+                raise_os_error(error, name, "lock")
+            try:
+                yield lock if taken else None
+            finally:
+                _locks.discard(lock)
+
+    def _start(self, lock: int) -> None:
+        """Start a server, which inherits the lock, and wait until clients can connect. Raises its error."""
+        text = json.dumps(self._options).encode()
+        REAL.pwrite(lock, text.ljust(REAL.size(lock)), 0)
+        from multiprocessing import spawn  # for programs in which Python is embedded: `multiprocessing.set_executable`
+
+        search = os.pathsep.join(os.path.abspath(each) for each in sys.path if each)
+        kept = {name: value for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name)}
+        try:
+            process = subprocess.Popen(
+                [spawn.get_executable(), "-P", "-c", _PROGRAM, json.dumps(self._arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(lock,),
+                cwd="/",
+                env={**kept, "PYTHONPATH": search},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise_os_error(error, spawn.get_executable(), "starting a server")
+        with process:
+            said = process.communicate()[0]
+        if said == READY:
+            return
+        printed, failed, pickled = said.partition(FAILED)
+        raised: BaseException | None = pickle.loads(pickled) if failed else None
+        if isinstance(raised, MQStoreError):
+            raise raised
+        why = printed.decode(errors="replace").strip()[-500:] or "it was killed" if raised is None else str(raised)
+        number = getattr(raised, "errno", None) or 0
+        raise StoreIOError(number, f"{why}; see also serve.log", os.fspath(self.path), "starting a server")
+
+    def _warn_of_other_options(self) -> None:
+        """Log which options have no effect, since the server was started with others."""
+        if not self._options:
+            return
+        with suppress(FileNotFoundError, FormatError), REAL.opened(self.path / "serve.start", os.O_RDONLY) as file:
+            theirs = decode(REAL.pread(file, _FILE_BYTES_MAX, 0))
+            other = [f"{name}={value!r}" for name, value in self._options.items() if theirs.get(name) != value]
+            if other:
+                _log.warning(
+                    "%s: these options have no effect, since the process that started the server chose others: %s",
+                    self.path,
+                    ", ".join(other),
+                )
