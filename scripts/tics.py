@@ -26,7 +26,7 @@ _TEXTS = {
     r"\b(begun|beside|behind|anew)\b": ('"started", "next to", "after", "again"', 4, 5),
     r"\b(is|are|was|were) to [a-z]+\b": ('"must", "will" for "is to"', 0, 0),
     r"\b(without|of it|of them|by it)[.;:]": ("the thing at the end of a sentence", 0, 2),
-    r"[^.\n]*: [^.\n:]*: [^.\n]*": ("two sentences for two colons", 52, 11),
+    r"[^.\n]*: [^.\n:]*: [^.\n]*": ("two sentences for two colons", 54, 11),
 }
 _NAMES = {
     r"^test_(what|who|which|where|how)_": ("the thing first", 0),

@@ -58,7 +58,7 @@ REQUESTS: dict[str, tuple[int, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("request_of", REQUESTS.values(), ids=list(REQUESTS))
-def test_what_a_request_creates_is_not_written_in_the_loop(
+def test_new_topics_are_not_written_in_the_loop(
     store: Store, threads: list[str], request_of: tuple[int, dict[str, Any], str]
 ) -> None:
     store.create_topic("orders")

@@ -256,7 +256,7 @@ class Starter:
             other = [f"{name}={value!r}" for name, value in self._options.items() if theirs.get(name) != value]
             if other:
                 _log.warning(
-                    "%s: these options have no effect, since the process that started the server chose others: %s",
+                    "%s has other options, chosen by the process that started its server. Without effect: %s",
                     self.path,
                     ", ".join(other),
                 )

@@ -72,7 +72,7 @@ class Codec(NamedTuple):
     read: Callable[[Any, Blobs], Any]
     """(JSON value, blobs) -> value. Raises FormatError for another type."""
     fits: Callable[[Any], bool]
-    """Return True for a value of the type, which tells the members of a union apart."""
+    """Return True for a value of the type, by which the members of a union are distinguished."""
 
 
 def dumps(value: Any, blobs: Iterable[bytes] = ()) -> bytes:

@@ -5,7 +5,7 @@
                   +-- all exist: handler, at once
 
 Creating writes a file, which the loop must not wait for. So no handler creates anything: it finds
-what its request wants. A request that wants what is being created waits for it, too, so that the requests of a client
+what its request wants. A request for one that is being created waits for it, too, so that the requests of a client
 stay in order.
 """
 
@@ -72,7 +72,7 @@ def delay_topics(broker: Broker) -> list[Wanted]:
 
 
 class Creation:
-    """What is being created. For the loop's thread."""
+    """Topics and groups that are being created. For the loop's thread."""
 
     def __init__(self, server: Server) -> None:
         self._server = server

@@ -118,7 +118,7 @@ def _is_listening(path: Path) -> bool:
 
 def unix_path(directory: Path) -> Path | None:
     """Return the path of a store's Unix socket, in its directory, or if that is too long, in the user's folder for
-    sockets. None: there is no such folder, or its path is too long, too."""
+    sockets. None if there is not such a folder, or its path is too long as well."""
     path = directory.absolute() / SOCKET_NAME
     paths = [path]
     if folder := os.environ.get("XDG_RUNTIME_DIR"):

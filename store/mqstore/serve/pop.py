@@ -186,7 +186,7 @@ def _change(server: Server, call: Call) -> None:
 
 
 def _batch_ack(server: Server, call: Call) -> None:
-    """Acknowledge what a proxy has collected. One code cannot say which of them have expired: those are redelivered,
+    """Acknowledge receipts from a proxy. One code cannot say which have expired: those are redelivered,
     and the answer is 0, as a real broker's."""
     acks = list(_acks(loads(call.frame.body)))
 

@@ -300,7 +300,7 @@ class Server:
         self.dismiss(client_id, self.registry.drop(client_id, connection))
 
     def join(self, client_id: str) -> None:
-        """Make a client a member of its groups, beside the consumers of this process."""
+        """Make a client a member of its groups, as the consumers of this process are."""
         client = self.registry.clients.get(client_id)
         for group in () if client is None else client.consumes:
             consumer = self.registry.consumers(group)[client_id]
