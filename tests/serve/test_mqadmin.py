@@ -43,7 +43,7 @@ class Mqadmin:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         command, *words = line.split(" ")
-        name_server = [] if command in ("consume", "leave") else ["-n", self.address]
+        name_server = [] if command in ("start", "consume", "leave") else ["-n", self.address]
         self.process.stdin.write("\t".join([command, *name_server, *words]) + "\n")
         self.process.stdin.flush()
         printed = list(iter(self.process.stdout.readline, "###\n"))
@@ -97,7 +97,8 @@ def test_mqadmin_commands(mqadmin: Mqadmin) -> None:
     shows("printMsg -t orders -d true", "minOffset=0, maxOffset=2", *(f"BODY: {body}" for body in "abc"))
     shows("queryCq -t orders -q 0 -i 0 -c 5", "max: 2, min: 0", "idx: 1")
 
-    client_id = shows("consume 3").strip()
+    client_id = shows("start").strip()
+    shows("consume 3")
     shows("consumerConnection -g billing", client_id, "JAVA V5_3_3", "orders", "CONSUME_FROM_FIRST_OFFSET")
     shows("producerConnection -g shop -t orders", "JAVA V5_3_3")
     shows(f"producer {broker}", "producer group (shop)")
@@ -106,6 +107,8 @@ def test_mqadmin_commands(mqadmin: Mqadmin) -> None:
     shows("topicList -c", "orders billing")
     shows(f"queryMsgById -t orders -i {offset_id} -g billing -d {client_id}", "consumeResult=CR_SUCCESS")
     assert "CODE: 16" in mqadmin("deleteTopic -c DefaultCluster -t orders")
+    shows("resetOffsetByTime -g billing -t orders -s 0", "mqstore 0 0 ", "mqstore 1 0 ")
+    shows("consume 7")  # three, one of them directly, and three again
     shows("leave")
 
     shows("consumerProgress -g billing", offsets.format(0, 2, 2, 0), offsets.format(1, 1, 1, 0), "Diff Total: 0")

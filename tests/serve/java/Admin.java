@@ -9,7 +9,7 @@ import org.apache.rocketmq.common.consumer.ConsumeFromWhere;
 import org.apache.rocketmq.tools.command.MQAdminStartup;
 
 /** Runs the commands of mqadmin that it reads, one a line with tabs between the words, and prints "###" after each.
- *  "consume N" starts a consumer of `orders` and a producer, and waits for N messages. "leave" stops both. */
+ *  "start" starts a consumer of `orders` and a producer, "consume N" waits for N messages, "leave" stops both. */
 public class Admin {
     public static void main(String[] args) throws Exception {
         BufferedReader in = new BufferedReader(new InputStreamReader(System.in));
@@ -18,7 +18,7 @@ public class Admin {
         AtomicInteger consumed = new AtomicInteger();
         for (String line = in.readLine(); line != null; line = in.readLine()) {
             String[] words = line.split("\t");
-            if (words[0].equals("consume")) {
+            if (words[0].equals("start")) {
                 consumer.setNamesrvAddr(args[0]);
                 consumer.setConsumeFromWhere(ConsumeFromWhere.CONSUME_FROM_FIRST_OFFSET);
                 consumer.subscribe("orders", "*");
@@ -30,10 +30,11 @@ public class Admin {
                 producer.setNamesrvAddr(args[0]);
                 producer.setInstanceName(consumer.getInstanceName()); // it knows the broker, and sends its heartbeat at once
                 producer.start();
+                System.out.println(consumer.buildMQClientId());
+            } else if (words[0].equals("consume")) {
                 while (consumed.get() < Integer.parseInt(words[1])) {
                     Thread.sleep(20);
                 }
-                System.out.println(consumer.buildMQClientId());
             } else if (words[0].equals("leave")) {
                 consumer.shutdown();
                 producer.shutdown();
