@@ -233,7 +233,7 @@ def _runtime(server: Server, call: Call) -> Any:
         "commitLogMinOffset": store.min_offset,
         "dispatchBehindBytes": store.dispatch_lag_bytes,
         "earliestMessageTimeStamp": earliest_ms,
-        "getTransferredTps": f"{tps['GET']:.2f}",
+        **dict.fromkeys(("getTransferredTps", "getTransferedTps"), f"{tps['GET']:.2f}"),  # the other one in 4.9
         # Counted since the store was opened, since nothing is kept of the day before.
         **{f"msg{name}Total{day}": 0 for name in ("Put", "Get") for day in ("YesterdayMorning", "TodayMorning")},
         "msgPutTotalTodayNow": counters.total("BROKER_PUT_NUMS"),
