@@ -114,12 +114,13 @@ Subscribed = Callable[[str, str], bool]
 """(group, topic) -> False if the group has consumers, but none of this topic."""
 
 
-def _subscribed(server: Server) -> Subscribed:
-    """Return the subscriptions of now, for a worker thread."""
+def _subscribed(server: Server, groups: list[str]) -> Subscribed:
+    """Return the subscriptions of these groups now, for a worker thread."""
     registry = server.registry
     topics = {
         group: {topic for consumer in registry.consumers(group).values() for topic in consumer.subscriptions}
-        for group in registry.groups()
+        for group in groups
+        if registry.consumers(group)
     }
     return lambda group, topic: group not in topics or topic in topics[group]
 
@@ -128,7 +129,7 @@ def _consume_stats(server: Server, call: Call) -> None:
     values = call.values
     group = values["consumerGroup"]
     named = list(filter(None, (values["topicList"] or "").split(";")))
-    subscribed = _subscribed(server)
+    subscribed = _subscribed(server, [group])
 
     def stats() -> bytes:
         committed = {topic for topic, _ in server.broker.offsets.of_group(group)}
@@ -159,7 +160,7 @@ def _stats_of(server: Server, group: str, topics: list[str], statistics: Statist
 
 
 def _broker_consume_stats(server: Server, call: Call) -> None:
-    subscribed, address = _subscribed(server), server.address_for(call.connection)
+    subscribed, address = _subscribed(server, server.registry.groups()), server.address_for(call.connection)
 
     def stats() -> bytes:
         broker, statistics, groups = server.broker, _statistics(server), []
