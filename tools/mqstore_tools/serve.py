@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import signal
 import socket
 from contextlib import suppress
@@ -12,7 +13,7 @@ from pathlib import Path
 import click
 
 import mqstore
-from mqstore.serve import Server, bind_all, inherited, unix_path
+from mqstore.serve import Limits, Server, bind_all, inherited, unix_path
 from mqstore.serve import supervise as start_child
 from mqstore_tools.render import VERSION, as_json, note
 from mqstore_tools.shared import StoreCommand, directory_argument, json_option
@@ -69,6 +70,19 @@ Examples:
     is_flag=True,
     help="Allow an address that other machines reach. Anybody there can read and write every message.",
 )
+@click.option(
+    "--metrics",
+    type=_Address(),
+    metavar="HOST:PORT",
+    help="Address at which Prometheus gets /metrics.",
+)
+@click.option(
+    "--max-connections",
+    type=click.IntRange(1),
+    default=Limits().connections,
+    show_default=True,
+    help="Further clients wait until one leaves. Each connection is an open file of the process.",
+)
 @click.option("--flush", is_flag=True, help="Answer a send when the message is on disk.")
 @click.option(
     "--supervise",
@@ -88,6 +102,8 @@ def serve(
     unix: Path | None,
     advertise: str | None,
     insecure_bind: bool,
+    metrics: tuple[str, int] | None,
+    max_connections: int,
     flush: bool,
     supervise: bool,
     linger: float | None,
@@ -99,14 +115,15 @@ def serve(
     order, delays, retries, dead letters, transactions and POP work, and so does mqadmin.
 
     The line "ready remoting=HOST:PORT unix=PATH" is printed once clients can connect; with --json it is an object. The
-    file serve.json in DIR names the same endpoints while the server runs. Ctrl-C or
-    SIGTERM: waiting calls are answered, and the store is closed. Exit code 0.
+    file serve.json in DIR names the same endpoints while the server runs. A line on stderr says when a client comes or
+    goes. Ctrl-C or SIGTERM: waiting calls are answered, and the store is closed. Exit code 0.
     """
     given = inherited()
     unix_given = any(each.family == socket.AF_UNIX for each in given)
     if not listen and linger is None and len(given) == unix_given:
         listen = (("127.0.0.1", 9876),)
     hosts = [host for host, _ in listen] + [each.getsockname()[0] for each in given if each.family != socket.AF_UNIX]
+    hosts += [] if metrics is None else [metrics[0]]
     for host in hosts:
         if not insecure_bind and not _is_loopback(host):
             raise click.UsageError(
@@ -123,8 +140,22 @@ def serve(
         listen, unix, given = (), None, [*bound, *given]
     addresses = [each.getsockname()[:2] for each in given if each.family != socket.AF_UNIX] + [*listen]
     config = mqstore.StoreConfig(store_host=_store_host(advertise, addresses))
-    with mqstore.open(directory, durability="flush" if flush else "append", config=config) as store:
-        server = Server(store.broker, listen=listen, unix=unix, sockets=given, linger_s=linger, advertise=advertise)
+    with mqstore.open(
+        directory,
+        durability="flush" if flush else "append",
+        lock_timeout=0 if linger is None else 5,  # the server before may be closing
+        config=config,
+    ) as store:
+        server = Server(
+            store.broker,
+            listen=listen,
+            unix=unix,
+            sockets=given,
+            linger_s=linger,
+            metrics=metrics,
+            advertise=advertise,
+            limits=Limits(connections=max_connections),
+        )
         asyncio.run(_run(server, link, json_output=json_output))
 
 
@@ -161,6 +192,10 @@ async def _run(server: Server, link: socket.socket | None, *, json_output: bool)
             click.echo(as_json(VERSION | {"ready": True, "endpoints": server.endpoints}))
         else:
             click.echo(_ready_line(server.endpoints))
+        logger = logging.getLogger("mqstore")
+        logger.setLevel(logging.INFO)  # clients that come and go
+        for handler in logger.handlers:
+            handler.setLevel(logging.INFO)
         if link is not None:
             link.send(b"r")
             loop.add_reader(link, server.ended.set)  # its end: the parent is gone

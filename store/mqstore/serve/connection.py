@@ -54,6 +54,7 @@ class Call:
         connection, request = self.connection, self.frame
         if self in connection.parked:
             connection.forget(self)
+        connection.count_answer(code)
         if not request.flag & ONE_WAY:
             frame = Frame(code, fields or {}, b"", request.opaque, RESPONSE, remark, binary=request.binary)
             connection.send(frame, body)
@@ -64,6 +65,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, server: Server) -> None:
         self._server = server
+        self.count_answer = server.metrics.count_answer
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(server.limits.frame_bytes)
         self._transport: asyncio.Transport = cast("asyncio.Transport", None)

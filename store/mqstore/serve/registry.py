@@ -87,7 +87,7 @@ class Registry:
             _log.warning("the heartbeat of %s is ignored: there are %d clients", client_id, max_clients)
             return set()
         client = self.clients.get(client_id)
-        changed = set()
+        changed, is_new = set(), client is None
         if client is None or client.connection is not connection:
             changed = set() if client is None else set(client.consumes)
             old = Client(connection, language, version, now_s) if client is None else client
@@ -110,8 +110,13 @@ class Registry:
             members[client_id] = consumer
             client.consumes.add(group)
         for group in producers:
+            if group not in self._producers and len(self._producers) >= max_groups:
+                _log.warning("the producer %s of group %s is ignored: too many groups", client_id, group)
+                continue
             self._producers.setdefault(group, set()).add(client_id)
             client.produces.add(group)
+        if is_new:
+            _log_client("has come", client_id, client)
         return changed
 
     def consumer(self, group: str, connection: Connection) -> Consumer | None:
@@ -158,6 +163,7 @@ class Registry:
         if client is None or connection not in (None, client.connection):
             return set()
         del self.clients[client_id]
+        _log_client("has gone", client_id, client)
         client.connection.client_ids.discard(client_id)
         for group in client.produces:
             _discard(self._producers, group, client_id)
@@ -168,6 +174,15 @@ class Registry:
     def expired(self, now_s: float) -> list[str]:
         """Return the clients without a heartbeat for two minutes."""
         return [name for name, client in self.clients.items() if now_s - client.seen_s > EXPIRES_S]
+
+
+def _log_client(what: str, client_id: str, client: Client) -> None:
+    """Log a client: the only line about it when it comes, and when it goes."""
+    groups = ", ".join(sorted(client.consumes | client.produces))
+    _log.info(
+        "client %.200s %s: %s %d, from %s, groups %.500s",
+        *(client_id, what, client.language, client.version, client.connection.peer, groups),
+    )
 
 
 def _discard(table: dict[str, Any], group: str, client_id: str) -> None:

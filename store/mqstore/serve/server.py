@@ -54,6 +54,7 @@ from mqstore.serve import (
 from mqstore.serve.connection import Call, Connection
 from mqstore.serve.creation import Creation
 from mqstore.serve.listening import Address, Listening
+from mqstore.serve.metrics import Metrics
 from mqstore.serve.registry import Registry
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ class Server:
         unix: Path | None = None,
         sockets: Iterable[socket.socket] = (),
         linger_s: float | None = None,
+        metrics: Address | None = None,
         advertise: str | None = None,
         broker_name: str = "mqstore",
         cluster: str = "DefaultCluster",
@@ -137,7 +139,7 @@ class Server:
         """Prepare to serve `broker` at TCP addresses, on a Unix socket, and on sockets that listen already. These are
         not closed. `advertise` is the address in routes, where clients reach another one than the socket's own, as from
         outside of a container. Port 0 takes a free one. With `linger_s` the event `ended` is set when no client
-        has been connected for so long."""
+        has been connected for so long. Prometheus is answered at `metrics`."""
         self.broker = broker
         self.broker_name = broker_name
         self.cluster = cluster
@@ -148,6 +150,8 @@ class Server:
         )
         self.request_modes = RequestModes(broker.store)
         self.creation = Creation(self)
+        self.metrics = Metrics(self)
+        self._metrics_address = metrics
         self.turns = RoundRobin()
         """Queues of sends that name none."""
         self.loop: asyncio.AbstractEventLoop
@@ -190,6 +194,11 @@ class Server:
         self.loop = asyncio.get_running_loop()
         own = listening.bind_all(self._listen, self._unix)
         self._listening = Listening(self, own, self._given)
+        try:
+            await self.metrics.start(self._metrics_address)
+        except OSError:
+            listening.close(own)
+            raise
         self._sweeper = self.loop.call_later(_SWEEP_S, self._sweep)
         self.broker.transactions.on_check(None, partial(transactions.ask, self))
         self.broker.listen("topics", self.turns.forget)
@@ -207,6 +216,7 @@ class Server:
         self.stopping = True
         self._listening.stop()
         listening.withdraw(self.broker.store.path)
+        self.metrics.stop()
         self.broker.transactions.on_check(None, None)
         self.broker.unlisten("topics", self.turns.forget)
         for event in ("members", "locks"):
@@ -394,6 +404,8 @@ class Server:
             call.reply(NOT_SUPPORTED, remark=f"the request code {frame.code} is not served")
             return
 
+        self.metrics.requests[frame.code] += 1
+
         def run() -> None:
             call.values = values_of(frame.code, frame.fields)
             self.creation.before(call, partial(handler, self, call))
@@ -457,6 +469,10 @@ class Server:
         has a thread of its own, so that messages do not wait for it."""
         self.check_busy(call.connection)
         self.when_done(call, (self._desk if long else self._worker).submit(work), answer)
+
+    async def in_desk(self, work: Callable[[], Result]) -> Result:
+        """Return the result of long work, done in its own thread."""
+        return await self.loop.run_in_executor(self._desk, work)
 
     def in_thread(self, call: Call, work: Callable[[], Result]) -> Future[Result]:
         """Do `work` in the worker thread. The call is parked: `resume` it in the loop's thread."""
