@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,6 +148,33 @@ def test_resend_beside_own_consumers_is_a_retry(client: Client, store: Store) ->
             client.ask(38, {"consumerGroup": "billing"})
         assert client.ask(SEND, ORDERS | {"b": "%RETRY%billing", "j": 1, "l": 16}, b"bad").code == 0
     assert [letter.body for letter in store.dead_letters("billing")] == []
+
+
+def lock(client: Client, client_id: str, group: str = "billing") -> list[int]:
+    queue = {"topic": "orders", "brokerName": "mqstore", "queueId": 0}
+    body = json.dumps({"consumerGroup": group, "clientId": client_id, "mqSet": [queue]}).encode()
+    return [each["queueId"] for each in json.loads(client.ask(LOCK, body=body).body)["lockOKMQSet"]]
+
+
+def test_after_a_kill_only_the_clients_that_held_locks_get_them(tmp_path: Path) -> None:
+    """Such a client works on its messages for up to 30 s, although the server has forgotten its locks."""
+    killed, saved = tmp_path / "killed", tmp_path / "mq" / "config" / "locks.json"
+    with mqstore.open(tmp_path / "mq") as store, serving(store) as address, Client(address) as client:
+        store.create_topic("orders")
+        for client_id in ("c1", "c2"):
+            client.heartbeat(client_id)
+        assert lock(client, "c1") == [0]
+        while not saved.exists() or "c1" not in saved.read_text():
+            client.ask(38, {"consumerGroup": "billing"})
+        shutil.copytree(tmp_path / "mq", killed, ignore=shutil.ignore_patterns("lock", "*.sock"))
+    clock = SimulatedClock()
+    config = StoreConfig(clock=clock)
+    with mqstore.open(killed, config=config) as store, serving(store) as address, Client(address) as client:
+        assert [lock(client, "c2"), lock(client, "c1"), lock(client, "c2", "others")] == [[], [0], [0]]
+        clock.advance(60_001)
+        assert lock(client, "c2") == [0]
+    with mqstore.open(killed) as store, serving(store) as address, Client(address) as client:
+        assert lock(client, "c3") == [0]  # it was closed
 
 
 # -- replies and recalls ----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from mqstore.errors import FormatError
@@ -233,10 +234,11 @@ class Connection(asyncio.Protocol):
         would discard answers that it has not received, if it has sent more requests meanwhile."""
         self._flush()
         if not self.closed and self._transport.can_write_eof():
-            self._transport.write_eof()
-            self._finished = True
-        else:
-            self._transport.close()
+            with suppress(OSError):  # the client has just closed it
+                self._transport.write_eof()
+                self._finished = True
+                return
+        self._transport.close()
 
 
 def address_of(name: Any) -> str:

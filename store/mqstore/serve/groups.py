@@ -103,7 +103,9 @@ def _earliest_time(server: Server, call: Call) -> None:
 
 def _lock(server: Server, call: Call) -> None:
     group, client_id, queues = _lock_request(call)
-    held = server.broker.locks.try_lock_batch(group, queues, client_id)
+    # After a kill the clients that held locks go on with their messages for a while.
+    wanted = queues if server.lock_list.may_lock(group, client_id) else ()
+    held = server.broker.locks.try_lock_batch(group, wanted, client_id)
     locked = [
         {"brokerName": server.broker_name, "queueId": queue.queue_id, "topic": queue.topic} for queue in sorted(held)
     ]

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from mqstore.broker.selection import RoundRobin
+from mqstore.broker.tables.locklist import LockList
 from mqstore.broker.tables.members import Mode
 from mqstore.broker.tables.requestmodes import RequestModes
 from mqstore.errors import (
@@ -77,6 +78,7 @@ _CODES: Final[Mapping[type[Exception], int]] = {
 }
 """Codes of errors whose own code means something else to clients."""
 _SWEEP_S: Final = 10
+_LOCKS_S: Final = 1
 _GRACE_S: Final = 2
 """Seconds that a stopping server waits for the disk. Requests meanwhile are answered with GO_AWAY."""
 _CLOSING_S: Final = 0.5
@@ -149,6 +151,7 @@ class Server:
             clients=self.limits.clients, groups=self.limits.groups, subscriptions=self.limits.subscriptions
         )
         self.request_modes = RequestModes(broker.store)
+        self.lock_list = LockList(broker.store, broker.locks, broker.clock)
         self.creation = Creation(self)
         self.metrics = Metrics(self)
         self._metrics_address = metrics
@@ -177,6 +180,7 @@ class Server:
         self._unheard: dict[Connection, dict[Call, Callable[[], object]]] = {}
         """Pulls of clients that have not sent a heartbeat."""
         self._sweeper: asyncio.TimerHandle | None = None
+        self._lock_saver: asyncio.TimerHandle | None = None
         self._opaque = 1 << 20
         self._worker = ThreadPoolExecutor(1, "mqstore-serve")
         self._desk = ThreadPoolExecutor(1, "mqstore-serve-admin")
@@ -200,6 +204,7 @@ class Server:
             listening.close(own)
             raise
         self._sweeper = self.loop.call_later(_SWEEP_S, self._sweep)
+        self._lock_saver = self.loop.call_later(_LOCKS_S, self._save_locks)
         self.broker.transactions.on_check(None, partial(transactions.ask, self))
         self.broker.listen("topics", self.turns.forget)
         for event in ("members", "locks"):
@@ -221,8 +226,9 @@ class Server:
         self.broker.unlisten("topics", self.turns.forget)
         for event in ("members", "locks"):
             self.broker.unlisten(event, self._members_changed)
-        if self._sweeper is not None:
-            self._sweeper.cancel()
+        for timer in (self._sweeper, self._lock_saver):
+            if timer is not None:
+                timer.cancel()
         await self._until(self._ended_calls, _GRACE_S)
         for connection in list(self._connections):
             connection.finish()
@@ -387,6 +393,14 @@ class Server:
                 connection.abort("it has sent nothing for two minutes")
         self._sweeper = self.loop.call_later(_SWEEP_S, self._sweep)
 
+    def _save_locks(self) -> None:
+        self._worker.submit(self.try_quietly, partial(self.lock_list.save, self._is_remote))
+        self._lock_saver = self.loop.call_later(_LOCKS_S, self._save_locks)
+
+    def _is_remote(self, group: str, client_id: str) -> bool:
+        member = self.broker.members.get(client_id, group)
+        return member is not None and member.remote
+
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def handle(self, connection: Connection, frame: Frame) -> None:
@@ -427,7 +441,7 @@ class Server:
         try:
             work()
         except MQStoreError as error:
-            _log.warning("a heartbeat: %s", error)
+            _log.warning("a client is served all the same: %s", error)
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 

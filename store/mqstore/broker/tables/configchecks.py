@@ -16,6 +16,7 @@ from mqstore.broker.delay.levels import check_delay_offsets
 from mqstore.broker.pop.orderinfo import check_order_info
 from mqstore.broker.tables.groups import check_groups
 from mqstore.broker.tables.localoffsets import LOCAL_OFFSETS, check_local_offsets
+from mqstore.broker.tables.locklist import check_lock_list
 from mqstore.broker.tables.offsets import check_offsets
 from mqstore.broker.tables.requestmodes import check_request_modes
 from mqstore.broker.tables.topics import check_topics
@@ -71,6 +72,7 @@ CONFIG_CHECKS: Final[Mapping[str, Check]] = {
     "config/consumerOffset.json": check_offsets,
     "config/delayOffset.json": check_delay_offsets,
     "config/consumerOrderInfo.json": check_order_info,
+    "config/locks.json": check_lock_list,
     "config/messageRequestMode.json": check_request_modes,
     f"{LOCAL_OFFSETS}/*/*.json": check_local_offsets,
     OVERWRITE_FILE: check_overwrite,
