@@ -107,6 +107,7 @@ def open(
     durability: Durability = "append",
     lock_timeout: Duration = 0,
     config: StoreConfig | None = None,
+    shared: bool = False,
 ) -> Store:
     """Open a store directory.
 
@@ -118,8 +119,24 @@ def open(
     that nobody refers to closes itself, with a ResourceWarning. If its directory is removed or moved meanwhile, every
     call raises MissingFileError within a second.
 
+    With `shared` any number of processes use the directory at once: the first starts a server process, which ends a
+    second after the last has closed the store. The options of the first count. The result is that of
+    `mqstore.connect`, and differs as that does (`docs/processes.md`).
+
     Raises NotAStoreError, StoreLockedError, CorruptStoreError, UnsupportedStoreError, ConfigError.
     """
+    if shared:
+        from mqstore.remote.shared import open_shared
+
+        return open_shared(
+            path,
+            mode,
+            create=create,
+            profile=profile,
+            durability=durability,
+            lock_timeout=lock_timeout,
+            config=config,
+        )
     # Built by hand: after a call of the class a signal handler may raise, and nobody could close the store then.
     store = Store.__new__(Store)
     Store.__init__(

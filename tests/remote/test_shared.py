@@ -31,6 +31,7 @@ from mqstore.errors import (
 from mqstore.remote.shared import Starter, config_as_json, config_of_json
 from tests.children import speaking_child
 from tests.holding import linux_only
+from tests.remote.servers import has_ended, pid_of, starts
 from tests.serve.support import ORDERS, ROUTE, SEND, Client
 from tests.waiting import until
 
@@ -48,24 +49,6 @@ def reached(one: Starter) -> Client:
             return client
         except ConnectionError:
             client.socket.close()
-
-
-def pid_of(directory: Path) -> int:
-    """Return the process id of the server."""
-    value: dict[str, int] = json.loads((directory / "serve.json").read_text())
-    return value["pid"]
-
-
-def has_ended(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
-def starts(directory: Path) -> int:
-    return (directory / "serve.log").read_text().count(": serving at ")
 
 
 def test_first_process_starts_the_server_and_the_last_lets_it_end(tmp_path: Path) -> None:
@@ -206,7 +189,7 @@ def test_options_of_the_first_process_count(tmp_path: Path, caplog: pytest.LogCa
         other = StoreConfig(default_queues=3, max_delay=timedelta(hours=1))
         starter(tmp_path / "mq", durability="flush", config=other).dial().close()
     [record] = caplog.records
-    assert record.getMessage().endswith("Without effect: durability='flush', max_delay=3600.0, default_queues=3")
+    assert record.getMessage().endswith("no effect: durability='flush', max_delay=3600.0, default_queues=3")
 
 
 # -- what cannot be served --------------------------------------------------------------------------------------------

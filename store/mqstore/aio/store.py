@@ -20,6 +20,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
+import mqstore
 from mqstore import store as sync
 from mqstore.aio.base import Closable, Made, Pages, Value, apart, called, in_order, made, paged, takes
 from mqstore.aio.consumers import PullConsumer, SimpleConsumer
@@ -47,13 +48,21 @@ _NEW_QUEUES_S = 1.0
 _Begin = Literal["earliest", "latest"] | datetime | int
 
 
-@takes(sync.Store)
+@takes(mqstore.open)
 def open(path: str | PathLike[str], *args: Any, **options: Any) -> Made[Store]:  # noqa: A001
     """Open a store as `mqstore.open` does.
     Use `async with mqstore.aio.open(path) as store`, or `await mqstore.aio.open(path)`, and then close it."""
 
     path = resolved(path)  # now: it is opened later, by another thread
-    return _opened(path, partial(sync.Store, path, *args, **options))
+    if not options.pop("shared", False):
+        return _opened(path, partial(sync.Store, path, *args, **options))
+
+    def share() -> sync.Store:
+        from mqstore.remote.shared import open_shared
+
+        return open_shared(path, *args, **options)
+
+    return _opened(path, share)
 
 
 def connect(address: str | PathLike[str], *, timeout: Duration = 10) -> Made[Store]:

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import queue
 import secrets
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -102,8 +104,11 @@ class _NoNotes:
 class RemoteBroker(BrokerContract):
     """Delivery by the broker of a server. Thread-safe."""
 
-    def __init__(self, address: str, *, timeout_s: float = 10.0) -> None:
-        """Connect. Raises ConnectionLostError, and ConfigError for a server of another protocol."""
+    def __init__(
+        self, address: str, *, timeout_s: float = 10.0, dial: Callable[[], socket.socket] | None = None
+    ) -> None:
+        """Connect, by `dial` if it is given.
+        Raises ConnectionLostError, and ConfigError for a server of another protocol."""
         self.clock = SYSTEM_CLOCK
         self.own_clock = False
         self.shared = {}
@@ -112,7 +117,7 @@ class RemoteBroker(BrokerContract):
         self.ack_at_once = lambda *args: 0
         self.has_room = lambda size: False
         self.begun = _NoNotes()
-        self._client = secrets.token_hex(8)
+        self._client, self._pid = secrets.token_hex(8), os.getpid()
         self._listeners: dict[str, list[Callable[..., object]]] = {}
         self._checks: dict[str | None, Callable[[Message], Any]] = {}
         self._session: dict[tuple[str, ...], tuple[Call, bytes]] = {}
@@ -133,12 +138,16 @@ class RemoteBroker(BrokerContract):
             ping=CALLS["session.ping"].code,
             greet=self._greet,
             requested=self._requested,
+            dial=dial,
         )
         self._connection.open()
 
     # -- the connection ---------------------------------------------------------------------------------------------
 
     def _greet(self, ask: Callable[[Frame], Frame]) -> None:
+        if self._pid != os.getpid():  # a forked child is another client, without the members of its parent
+            self._client, self._pid = secrets.token_hex(8), os.getpid()
+            self._session = {key: request for key, request in self._session.items() if key[0] == "news"}
         call = CALLS["session.hello"]
         answer = ask(Frame(call.code, {}, call.request({"protocol": PROTOCOL, "client": self._client})))
         if answer.code == NOT_SUPPORTED:

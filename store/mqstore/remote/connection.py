@@ -7,6 +7,7 @@ Whoever has the turn reads for all: the first caller that waits. Others wait for
 exists only while something is parked, and reads when no caller does.
 
     nothing received for `timeout_s` while somebody waits: a ping is sent after half of it, then the line is lost
+    the server stops -> its last frame says so, and calls without an answer are sent again
     lost   -> calls that may be repeated, and parked ones, are sent again on the next line
            -> other calls raise ConnectionLostError: they are done, or not
     no line within `timeout_s`, with pauses of 0.1 to 5 s -> ConnectionLostError: nothing was sent
@@ -25,11 +26,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import count, filterfalse
 from typing import Final
 from weakref import WeakSet
 
 from mqstore.errors import ConfigError, ConnectionLostError, FormatError, MQStoreError, StoreClosedError
+from mqstore.remoting.codes import GO_AWAY
 from mqstore.remoting.frames import Frame, FrameReader, encode
 from mqstore.signalsafe import Bell, Lock
 
@@ -68,6 +71,17 @@ def address_of(text: str) -> Address:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def _dialed(address: Address, timeout_s: float) -> socket.socket:
+    if not isinstance(address, str):
+        sock = socket.create_connection(address, timeout_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(timeout_s)
+    sock.connect(address)
+    return sock
+
+
 class _NotSentError(ConnectionResetError):
     """The line was lost before anything of the request was sent."""
 
@@ -75,12 +89,14 @@ class _NotSentError(ConnectionResetError):
 class _Waiting:
     """A call in flight: of a thread that waits for the bell, or parked."""
 
-    __slots__ = ("answer", "answered", "bell", "frame", "repeat")
+    __slots__ = ("answer", "answered", "bell", "frame", "refused", "repeat")
 
     def __init__(self, frame: Frame, answered: Answered | None, repeat: bool) -> None:
         self.frame = frame
         self.answered = answered
         self.repeat = repeat
+        self.refused = False
+        """True if the server has stopped without a start of the call."""
         self.bell = Bell()
         self.answer: Frame | None = None
 
@@ -101,6 +117,8 @@ class _Line:
         """Reason why it cannot be used any more."""
         self._received_s = time.monotonic()
         self._pinged = False
+        self._finished = False
+        """True once the server has said that all calls that it has started are answered."""
 
     def send(self, call: _Waiting) -> None:
         """Send a request. Raises OSError, and then the line is lost."""
@@ -119,6 +137,8 @@ class _Line:
                 if call is not None:
                     self.waiting[frame.opaque] = call
                 self._socket.sendall(data)
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # what the server has sent before it closed the line is still to be read
             except BaseException as error:
                 self.fail(f"sending failed: {error!r}")
                 raise
@@ -177,13 +197,18 @@ class _Line:
             self.send(_Waiting(Frame(self._connection.ping), lambda answer: None, False))
 
     def _take(self, frame: Frame) -> None:
-        if not frame.is_response:
+        if not frame.is_response and frame.code == GO_AWAY:
+            self._finished = True
+        elif not frame.is_response:
             self._connection.requested(frame)
         elif (call := self.waiting.pop(frame.opaque, None)) is None:
             pass  # it was withdrawn
         elif call.answered is None:
             call.answer = frame
             call.bell.ring()
+        elif frame.code == GO_AWAY:
+            call.refused = True
+            self._connection.take_over(call)
         else:
             self._connection.call_back(call, frame)
 
@@ -212,6 +237,7 @@ class _Line:
         while self.waiting:
             with suppress(KeyError):
                 _, call = self.waiting.popitem()
+                call.refused = self._finished
                 if call.answered is None:
                     call.bell.ring()
                 else:
@@ -236,8 +262,10 @@ class Connection:
         greet: Callable[[Callable[[Frame], Frame]], object] = lambda ask: None,
         requested: Callable[[Frame], object] = lambda frame: None,
         frame_bytes: int = 64 << 20,
+        dial: Callable[[], socket.socket] | None = None,
     ) -> None:
-        """Prepare a connection to `address` (`address_of`). The first call opens it.
+        """Prepare a connection to `address` (`address_of`). The first call opens it. With `dial`, which returns a
+        connected socket, the address is only for texts.
 
         `ping` is the code of a request that any server answers, if only by an error. `greet(ask)` is called with each
         new line, before anything else is sent on it: `ask(frame)` returns an answer. `requested` takes the requests of
@@ -245,7 +273,9 @@ class Connection:
         self.address = address
         self.frame_bytes = frame_bytes
         self.ping = ping
-        self._to = address_of(address)
+        self._dial = partial(_dialed, address_of(address), timeout_s) if dial is None else dial
+        self._patience_s = 0.0 if dial is None else timeout_s
+        """Time for further attempts to open the first line, to a server that may be about to end."""
         self._timeout_s = timeout_s
         self._greet = greet
         self.requested = requested
@@ -266,8 +296,8 @@ class Connection:
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Open the connection now. Raises ConnectionLostError after one attempt, and the errors of `greet`."""
-        self._open_line(time.monotonic())
+        """Open the connection now. Raises ConnectionLostError, and the errors of `greet` and `dial`."""
+        self._open_line(time.monotonic() + self._patience_s)
 
     def call(
         self, code: int, body: bytes = b"", *, fields: dict[str, str] | None = None, repeat: bool = False
@@ -280,8 +310,12 @@ class Connection:
             line = self._open_line(until_s)
             try:
                 line.send(call)
-                if (answer := line.wait(call)) is not None:
+                if (answer := line.wait(call)) is not None and answer.code != GO_AWAY:
                     return answer
+                if answer is not None:  # refused by a server that stops: it answers the others, and closes the line
+                    call.answer, line.waiting[call.frame.opaque] = None, call
+                    line.wait(call)
+                    call.refused = True
             except _NotSentError:
                 continue
             except OSError:
@@ -290,7 +324,7 @@ class Connection:
                 if call.answer is None:
                     line.waiting.pop(call.frame.opaque, None)
             self._check_open()
-            if not repeat:
+            if not (repeat or call.refused):
                 raise ConnectionLostError(
                     f"the connection to {self.address} was lost ({line.lost}): the call is perhaps done",
                     sent=True,
@@ -391,14 +425,7 @@ class Connection:
                 pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
     def _opened(self) -> _Line:
-        family = socket.AF_UNIX if isinstance(self._to, str) else socket.AF_INET
-        if isinstance(self._to, str):
-            sock = socket.socket(family, socket.SOCK_STREAM)
-            sock.settimeout(self._timeout_s)
-            sock.connect(self._to)
-        else:
-            sock = socket.create_connection(self._to, self._timeout_s)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock = self._dial()
         sock.settimeout(self._timeout_s / 2)
         line = _Line(self, sock)
 
@@ -438,7 +465,7 @@ class Connection:
 
     def take_over(self, call: _Waiting) -> None:
         """Keep a parked call of a lost line for the next one."""
-        if call.repeat and not self.closed:
+        if (call.repeat or call.refused) and not self.closed:
             self._again.append(call)
         else:
             self.call_back(call, None)

@@ -87,7 +87,7 @@ async def _run(store: Store, unix: Path, linger_s: float) -> None:
         os.dup2(null, 1)
         os.close(null)
         await server.ended.wait()
-        _log.info("%s is closed, since nobody is connected, or a signal has come", store.path)
+        _log.info("%s: closing, since nobody is connected or a signal has come", store.path)
 
 
 def _say(data: bytes) -> None:

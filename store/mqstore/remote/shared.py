@@ -51,7 +51,8 @@ from mqstore.files.lock import refuse_beside_writer
 from mqstore.files.safe_open import resolved
 from mqstore.layout.jsontext import decode
 from mqstore.log import manifest
-from mqstore.options import Durability, Profile, Retention, StoreConfig, check_durability
+from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig, check_durability, seconds
+from mqstore.remote.store import RemoteStore
 
 _log = logging.getLogger("mqstore")
 
@@ -63,6 +64,7 @@ _PATIENCE_S: Final = 60.0
 _PAUSE_S: Final = (0.005, 0.03)
 _FILE_BYTES_MAX: Final = 1 << 16
 _LINGER_S: Final = 1.0
+"""Time that a server waits for the next client."""
 _PROGRAM: Final = "import os; os.fork() and os._exit(0)\nfrom mqstore.remote.process import main; main()"
 """It forks first, so that the server is not a child of a process that does not wait for it."""
 _ENVIRONMENT: Final = re.compile(
@@ -88,8 +90,8 @@ def config_as_json(config: StoreConfig) -> dict[str, Any]:
     """Return the options of a configuration that are not the defaults. Durations become seconds.
     Raises ConfigError for a clock, which another process cannot have.
 
-    >>> config_as_json(StoreConfig(default_queues=8, max_delay=timedelta(hours=1)))
-    {'default_queues': 8, 'max_delay': 3600.0}
+    >>> config_as_json(StoreConfig(max_delay=timedelta(hours=1)))
+    {'max_delay': 3600.0}
     """
     if config.clock is not None:
         raise ConfigError("a clock belongs to one process; open the store without shared=True, or without the clock")
@@ -115,12 +117,14 @@ class Starter:
         create: bool = True,
         profile: Profile | None = None,
         durability: Durability = "append",
+        lock_timeout: Duration = 0,
         config: StoreConfig | None = None,
-        linger_s: float = _LINGER_S,
+        linger_s: float | None = None,
     ) -> None:
         """Prepare to connect to the server of the store in `path`, with the options of `mqstore.open`.
         The server ends when nobody has been connected for `linger_s`."""
         check_durability(durability)
+        self._lock_timeout_s = seconds(lock_timeout, "lock_timeout")
         self.path = Path(resolved(path))
         self._create, self._profile, self._config = create, profile, config or StoreConfig()
         changed = config_as_json(self._config)
@@ -132,7 +136,7 @@ class Starter:
             "profile": profile,
             "durability": durability,
             "config": changed,
-            "linger_s": linger_s,
+            "linger_s": _LINGER_S if linger_s is None else linger_s,
         }
 
     def dial(self) -> socket.socket:
@@ -141,9 +145,9 @@ class Starter:
         Raises StoreLockedError if another process has opened the directory directly, and the errors of `mqstore.open`.
         Raises StoreIOError if no server can be started, NotPermittedError for the server of another user, and
         ConnectionLostError if a server neither serves nor ends."""
-        until_s = time.monotonic() + _PATIENCE_S
-        while (found := self._connected() or self._started()) is None:
-            if time.monotonic() > until_s:
+        begun_s = time.monotonic()
+        while (found := self._connected() or self._started(begun_s + self._lock_timeout_s)) is None:
+            if time.monotonic() > begun_s + max(_PATIENCE_S, self._lock_timeout_s):
                 raise ConnectionLostError(
                     f"the server of {self.path} does not answer; see {self.path / 'serve.log'}", sent=False
                 )
@@ -177,8 +181,9 @@ class Starter:
             return value
         return {}
 
-    def _started(self) -> socket.socket | None:
-        """Start a server and connect to it. Returns None if another process has the lock."""
+    def _started(self, until_s: float) -> socket.socket | None:
+        """Start a server and connect to it.
+        Returns None if another process has the lock, or before `until_s` the store."""
         with self._locked() as lock:
             if lock is None:
                 return None
@@ -186,9 +191,10 @@ class Starter:
                 try:
                     refuse_beside_writer(self.path)
                 except StoreLockedError as error:
-                    if error.pid is None or error.pid != self._notice().get("pid"):
+                    was_killed = error.pid is not None and error.pid == self._notice().get("pid")
+                    if not was_killed and time.monotonic() >= until_s:
                         raise
-                    return None  # of a server that was killed, whose files the system is closing
+                    return None  # the system is about to close the files of a killed server
                 self._start(lock)
         return found or self._connected()
 
@@ -256,7 +262,15 @@ class Starter:
             other = [f"{name}={value!r}" for name, value in self._options.items() if theirs.get(name) != value]
             if other:
                 _log.warning(
-                    "%s has other options, chosen by the process that started its server. Without effect: %s",
+                    "%s: the process that started the server chose other options, so these have no effect: %s",
                     self.path,
                     ", ".join(other),
                 )
+
+
+def open_shared(path: str | os.PathLike[str], mode: str = "rw", **options: Any) -> RemoteStore:
+    """Open a store as `mqstore.open` does with `shared=True`. Raises the errors of `Starter.dial`."""
+    if mode != "rw":
+        raise ConfigError(f"shared=True is for mode 'rw'; any number of processes may open with mode {mode!r} as it is")
+    starter = Starter(path, **options)
+    return RemoteStore(starter.path, dial=starter.dial)

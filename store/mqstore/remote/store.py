@@ -7,6 +7,7 @@ time. Whatever needs the files themselves is refused, or done on the server.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
@@ -103,11 +104,17 @@ class RemoteStore(Store):
     It is a `Store`, except that the files are the server's: `path` is its directory there, `snapshot` writes there, and
     `recovery` and `to_arrow` are refused. After a fork the child has a connection of its own."""
 
-    def __init__(self, address: str | PathLike[str], *, timeout: Duration = 10) -> None:
-        """Connect as `mqstore.connect` does."""
+    def __init__(
+        self,
+        address: str | PathLike[str],
+        *,
+        timeout: Duration = 10,
+        dial: Callable[[], socket.socket] | None = None,
+    ) -> None:
+        """Connect as `mqstore.connect` does, or by `dial`, which returns a connected socket."""
         self._prepare()
         timeout_s = seconds(timeout, "timeout")
-        broker: Any = _connected(os.fspath(address), timeout_s)
+        broker: Any = _connected(os.fspath(address), timeout_s, dial)
         self._broker = broker
         self.log: Any = RemoteLog(broker)
         self._register()
@@ -124,6 +131,10 @@ class RemoteStore(Store):
         """Refused: `mqstore.open(path, "r")` reads the files next to the server."""
         self._refuse_here("to_arrow", f"mqstore.open({str(self.path)!r}, 'r').to_arrow(...) reads them next to it")
 
+    def serve(self, *args: Any, **options: Any) -> NoReturn:
+        """Refused: the store is served already."""
+        self._refuse_here("serve", "connect to that server, at its address or at this directory")
+
     def verify(self) -> Iterator[Finding]:
         """Check everything on the server, as `Store.verify`. Yields at most 10,000 findings."""
         yield from self.log.verify()
@@ -139,11 +150,11 @@ class RemoteStore(Store):
         return report
 
 
-def _connected(address: str, timeout_s: float) -> RemoteBroker:
+def _connected(address: str, timeout_s: float, dial: Callable[[], socket.socket] | None) -> RemoteBroker:
     failures = []
-    for endpoint in _endpoints(address):
+    for endpoint in _endpoints(address) if dial is None else [address]:
         try:
-            return RemoteBroker(endpoint, timeout_s=timeout_s)  # type: ignore[abstract]  # methods are set by the table
+            return RemoteBroker(endpoint, timeout_s=timeout_s, dial=dial)  # type: ignore[abstract]  # methods are set by the table
         except ConnectionLostError as error:
             failures.append(error)
     raise failures[0]

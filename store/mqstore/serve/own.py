@@ -38,6 +38,7 @@ from mqstore.remoting.calls import (
 from mqstore.remoting.calls import (
     Call as Spec,
 )
+from mqstore.remoting.codes import GO_AWAY
 from mqstore.remoting.frames import Frame
 from mqstore.remoting.values import codec_of, dumps
 
@@ -128,6 +129,11 @@ class Own:
         for connection in list(self._sessions):
             self.leave(connection)
         self._pool.shutdown()
+
+    def dismiss(self, connection: Connection) -> None:
+        """Let an own client know that it has all answers, and may send other calls again, to the next server."""
+        if connection in self._sessions:
+            self._server.notify(connection, Frame(GO_AWAY))
 
     def leave(self, connection: Connection) -> None:
         """End the session of a connection: members, locks, waiters."""

@@ -231,6 +231,8 @@ class Server:
                 timer.cancel()
         await self._until(self._ended_calls, _GRACE_S)
         for connection in list(self._connections):
+            if not connection.parked:
+                self.own.dismiss(connection)
             connection.finish()
         await self._until(lambda: not self._connections, _CLOSING_S)
         for connection in list(self._connections):
