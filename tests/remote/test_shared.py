@@ -189,7 +189,7 @@ def test_options_of_the_first_process_count(tmp_path: Path, caplog: pytest.LogCa
         other = StoreConfig(default_queues=3, max_delay=timedelta(hours=1))
         starter(tmp_path / "mq", durability="flush", config=other).dial().close()
     [record] = caplog.records
-    assert record.getMessage().endswith("no effect: durability='flush', max_delay=3600.0, default_queues=3")
+    assert record.getMessage().endswith("no effect (durability='flush', max_delay=3600.0, default_queues=3)")
 
 
 # -- what cannot be served --------------------------------------------------------------------------------------------

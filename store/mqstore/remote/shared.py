@@ -262,7 +262,7 @@ class Starter:
             other = [f"{name}={value!r}" for name, value in self._options.items() if theirs.get(name) != value]
             if other:
                 _log.warning(
-                    "%s: the process that started the server chose other options, so these have no effect: %s",
+                    "%s: the process that started the server chose other options, and these have no effect (%s)",
                     self.path,
                     ", ".join(other),
                 )
