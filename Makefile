@@ -13,6 +13,7 @@
 #   make spark-bench  Spark's reads, writes and jobs beside what they replace, each ratio beside its goal (half an hour)
 #   make interop  both engines on one store, ours and Apache RocketMQ's (needs a JDK, Maven; ROCKETMQ=5.4.0 takes another)
 #   make conformance  RocketMQ's Java clients and mqadmin against `mqstore serve` (needs a JDK, Maven; CLIENTS="5.3.3 4.9.8" takes others)
+#   make cluster  our client against RocketMQ's name server and two brokers (needs a JDK, Maven; ROCKETMQ=5.4.0 takes another)
 #   make crash   more crash images than `make test` tries, N=100000 of them, and a crash or error at every change
 #   make descriptors  stores in processes with few file descriptors: N=2000 cases (a few a second)
 #   make retention  every command and call that reads beside a writer that drops segments, N=20 rounds
@@ -52,7 +53,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test cover lint bench bench-compare spark spark-alone spark-bench delta interop conformance crash descriptors retention hostile salvage stress interrupts sanitize arm64 wheel docs clean
+.PHONY: help demo test cover lint bench bench-compare spark spark-alone spark-bench delta interop conformance cluster crash descriptors retention hostile salvage stress interrupts sanitize arm64 wheel docs clean
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -140,6 +141,13 @@ var/rocketmq-client-%/fetched: tests/serve/java/pom.xml
 
 var/rocketmq-tools-%/fetched: tests/serve/java/pom.xml
 	$(COPY_JARS) -Drocketmq.artifact=rocketmq-tools
+	@touch $@
+
+cluster: $(VENV)/stamp-dev var/rocketmq-cluster-$(ROCKETMQ)/fetched
+	MQSTORE_ROCKETMQ_CLUSTER=var/rocketmq-cluster-$(ROCKETMQ) $(BIN)/python -m pytest tests/cluster
+
+var/rocketmq-cluster-%/fetched: tests/cluster/java/pom.xml
+	$(COPY_JARS)
 	@touch $@
 
 # Files of tests/log that try a kill at each change of a run, as those of other folders below do.

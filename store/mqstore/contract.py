@@ -31,6 +31,7 @@ from mqstore.broker.reading import Loss, ReadResult, Start
 from mqstore.broker.redelivery.attempt_journal import Address, AttemptNotes, Suspects
 from mqstore.broker.redelivery.dead_letters import DeadLetters
 from mqstore.broker.router import SendOptions
+from mqstore.broker.selection import RoundRobin
 from mqstore.broker.tables.groups import GroupConfig, RetryPolicy
 from mqstore.broker.tables.locks import QueueLock
 from mqstore.broker.tables.members import Expression, Member, Mode, Subscriptions
@@ -293,6 +294,8 @@ class BrokerContract(Protocol):
     """State that the clients of this object share, by producer group. It begins empty."""
     _sender: object
     """Compiled put (`native.py`), or None."""
+    turns: RoundRobin | None
+    """Choice of queues for messages without a group. None: each queue in turn."""
     # Not methods: a call between costs as much as some of the work.
     pop_at_once: Callable[[str, str, int, int, bool], list[Delivery]]
     """(group, topic, n, invisible_ms, order) -> messages that can be delivered without waiting for a lock or the disk.

@@ -32,6 +32,7 @@ __all__ = [
     "MissingFileError",
     "NotAStoreError",
     "NotPermittedError",
+    "NotSupportedError",
     "OffsetOutOfRangeError",
     "QueueEmpty",
     "QueueFull",
@@ -269,6 +270,10 @@ class NotPermittedError(MQStoreError, PermissionError):
     """The permissions of a topic or group forbid it, or the topic belongs to the engine."""
 
     code = ResultCode.NO_PERMISSION
+
+
+class NotSupportedError(MQStoreError, NotImplementedError):
+    """The server has no such operation. The text says what to do instead."""
 
 
 class TransactionStateError(MQStoreError):

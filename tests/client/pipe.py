@@ -242,6 +242,7 @@ class RemoteBroker(BrokerContract):
         self.clock = behind.clock  # that of the machine, or the one that the test moves
         self.limits, self.durability = behind.limits, behind.durability
         self.shared = {}
+        self.turns = None
         self._sender = None
         self.pop_at_once = lambda *args: []
         self.ack_at_once = lambda *args: 0

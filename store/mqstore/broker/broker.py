@@ -121,6 +121,7 @@ class Broker(Closing, Sending, BrokerContract):
         self.limits = Limits(store.manifest.max_message_size, store.config.max_delay)
         self.durability = store.durability
         self.shared = {}
+        self.turns = None
         self._closed = False
         self._housekeeper = Housekeeper(self.name, store.clock)
         try:

@@ -90,7 +90,7 @@ class LocalProgress:
         known = self.committed(queue)
         if known is not None:
             return known
-        queues = [QueueRef(queue.topic, i) for i in range(self._broker.topics.require(queue.topic).read_queues)]
+        queues = [QueueRef(queue.topic, i) for i in self._broker.topics.require(queue.topic).queue_ids]
         if any(self.committed(each) is not None for each in queues):  # a later queue has only new messages
             begins = {queue: self._broker.min_offset(*queue)}
         else:
@@ -174,7 +174,7 @@ def begin_in(broker: BrokerContract, group: str, topic: str, start: Start | None
     """Note where the group begins in each existing queue. Return False if the topic does not exist.
     So later messages are found, and retention keeps them until then."""
     config = broker.topics.get(topic)
-    for queue_id in range(0 if config is None else config.read_queues):
+    for queue_id in () if config is None else config.queue_ids:
         broker.start_of(group, topic, queue_id, start)
     return config is not None
 

@@ -193,7 +193,7 @@ class Membership:
         if not config.readable:
             self._complain(topic, "topic %r may not be read (perm %d); group %s waits", topic, config.perm, self.group)
             return frozenset()
-        queues = [QueueRef(topic, i) for i in range(config.read_queues)]
+        queues = [QueueRef(topic, i) for i in config.queue_ids]
         if self._mode.broadcasting:
             return self._fine(topic, queues)
         if not queues:

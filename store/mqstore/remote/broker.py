@@ -34,7 +34,7 @@ from mqstore.broker.redelivery.dead_letters import DeadLetters
 from mqstore.broker.tables.localoffsets import LocalOffsets
 from mqstore.clock import SYSTEM_CLOCK
 from mqstore.contract import BrokerContract, Event, OffsetCalls, Suspects, Waiter
-from mqstore.errors import ConfigError, ConnectionLostError, MQStoreError, StoreClosedError
+from mqstore.errors import ConnectionLostError, MQStoreError, NotSupportedError, StoreClosedError
 from mqstore.files.filesystem import REAL
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
@@ -108,10 +108,11 @@ class RemoteBroker(BrokerContract):
         self, address: str, *, timeout_s: float = 10.0, dial: Callable[[], socket.socket] | None = None
     ) -> None:
         """Connect, by `dial` if it is given.
-        Raises ConnectionLostError, and ConfigError for a server of another protocol."""
+        Raises ConnectionLostError, and NotSupportedError for a server that does not speak this protocol."""
         self.clock = SYSTEM_CLOCK
         self.own_clock = False
         self.shared = {}
+        self.turns = None
         self._sender = None
         self.pop_at_once = lambda *args: []
         self.ack_at_once = lambda *args: 0
@@ -151,9 +152,7 @@ class RemoteBroker(BrokerContract):
         call = CALLS["session.hello"]
         answer = ask(Frame(call.code, {}, call.request({"protocol": PROTOCOL, "client": self._client})))
         if answer.code == NOT_SUPPORTED:
-            raise ConfigError(
-                f"{self._connection.address} is not a server of mqstore; for a cluster of Apache RocketMQ see the docs"
-            )
+            raise NotSupportedError(f"{self._connection.address} is not a server of mqstore")
         welcome = _result(call, answer)
         self.name, self.limits, self.durability = welcome.name, welcome.limits, welcome.durability
         self._store_id = welcome.store_id or hashlib.sha256(welcome.name.encode()).hexdigest()[:32]

@@ -122,12 +122,12 @@ class _Line:
 
     def send(self, call: _Waiting) -> None:
         """Send a request. Raises OSError, and then the line is lost."""
+        self._turn.refuse_owner()
         call.frame.opaque = next(self._opaque)
         self.tell(call.frame, call)
 
     def tell(self, frame: Frame, call: _Waiting | None = None) -> None:
         """Send a frame that has its number, or needs none."""
-        self._turn.refuse_owner()
         frame.binary = -0x8000 <= frame.code < 0x8000  # the codes that a binary header can have
         data = encode(frame)
         with self._sending:
@@ -193,8 +193,9 @@ class _Line:
             self.fail(f"nothing was received for {time.monotonic() - self._received_s:.1f} s")
             return
         self._pinged = True
-        with suppress(OSError):
-            self.send(_Waiting(Frame(self._connection.ping), lambda answer: None, False))
+        ping = Frame(self._connection.ping, opaque=next(self._opaque))
+        with suppress(OSError):  # not `send`: this thread has the turn
+            self.tell(ping, _Waiting(ping, lambda answer: None, False))
 
     def _take(self, frame: Frame) -> None:
         if not frame.is_response and frame.code == GO_AWAY:
@@ -213,7 +214,9 @@ class _Line:
             self._connection.call_back(call, frame)
 
     def has_parked(self) -> bool:
-        """Return True if an answer is awaited for which no thread waits."""
+        """Return True if an answer is awaited for which no thread waits, or requests of the server."""
+        if self._connection.listens:
+            return True
         with suppress(RuntimeError):  # it has changed
             return any(call.answered is not None for call in self.waiting.values())
         return True
@@ -271,6 +274,8 @@ class Connection:
         new line, before anything else is sent on it: `ask(frame)` returns an answer. `requested` takes the requests of
         the server, in the thread that reads: it must not block."""
         self.address = address
+        self.listens = False
+        """True if requests of the server are awaited, even when nothing is parked."""
         self.frame_bytes = frame_bytes
         self.ping = ping
         self._dial = partial(_dialed, address_of(address), timeout_s) if dial is None else dial
@@ -354,6 +359,11 @@ class Connection:
             break
         self._attend()
         return call
+
+    def attend(self) -> None:
+        """Have the background thread take requests of the server from now on, even when nothing is parked."""
+        self.listens = True
+        self._attend()
 
     def withdraw(self, handle: object) -> int | None:
         """Forget a parked call. Return its number, by which the server knows it, or None if it is answered, or about to

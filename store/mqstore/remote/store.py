@@ -13,7 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn
 
-from mqstore.errors import ConfigError, ConnectionLostError, MQStoreError
+from mqstore.errors import ConfigError, ConnectionLostError, MQStoreError, NotSupportedError
 from mqstore.layout.jsontext import decode
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.reading.iteration import IteratingReader
@@ -21,6 +21,7 @@ from mqstore.log.recovery.report import Finding, RecoveryReport
 from mqstore.log.snapshot.copy import SnapshotReport
 from mqstore.options import Duration, seconds
 from mqstore.remote.broker import RemoteBroker
+from mqstore.remote.cluster.broker import ClusterBroker
 from mqstore.signalsafe import Bell
 from mqstore.store import Store
 
@@ -150,11 +151,18 @@ class RemoteStore(Store):
         return report
 
 
-def _connected(address: str, timeout_s: float, dial: Callable[[], socket.socket] | None) -> RemoteBroker:
+def _connected(
+    address: str, timeout_s: float, dial: Callable[[], socket.socket] | None
+) -> RemoteBroker | ClusterBroker:
+    """Connect to a server, or to the cluster of a name server, which knows no hello."""
+    if dial is None and ";" in address:
+        return ClusterBroker(address, timeout=timeout_s)
     failures = []
     for endpoint in _endpoints(address) if dial is None else [address]:
         try:
             return RemoteBroker(endpoint, timeout_s=timeout_s, dial=dial)  # type: ignore[abstract]  # methods are set by the table
+        except NotSupportedError:
+            return ClusterBroker(endpoint, timeout=timeout_s)
         except ConnectionLostError as error:
             failures.append(error)
     raise failures[0]
@@ -176,9 +184,10 @@ def _endpoints(address: str) -> list[str]:
 
 
 def connect(address: str | PathLike[str], *, timeout: Duration = 10) -> RemoteStore:
-    """Connect to a store that another process serves (`mqstore serve`).
+    """Connect to a store that another process serves (`mqstore serve`), or to an Apache RocketMQ cluster.
 
-    `address` is `host:port`, the path of a Unix socket, or the served directory itself. Any number of processes may be
+    `address` is `host:port`, the path of a Unix socket, or the served directory itself. For a cluster it is the name
+    servers, `host:port;host:port`. docs/cluster.md lists the differences. Any number of processes may be
     connected, and each may fork. A connection that is lost is made again: calls wait for that at most `timeout`
     seconds, and are repeated if that is harmless. A put is repeated only with a `unique_key`.
 

@@ -80,6 +80,11 @@ class TopicConfig:
         return self.perm & PERM_WRITE != 0
 
     @property
+    def queue_ids(self) -> Sequence[int]:
+        """Queues that consumers read, in the order in which members divide them."""
+        return range(self.read_queues)
+
+    @property
     def message_type(self) -> str:
         """One of `MESSAGE_TYPES`. UNSPECIFIED if none is set, or only a newer RocketMQ knows it."""
         found = self.attributes.get(_TYPE, "UNSPECIFIED")

@@ -165,7 +165,7 @@ class Preparer:
         self._broker = broker
         self._clock = broker.clock
         self._for_send = broker.topics.for_send
-        self._turns = RoundRobin()
+        self._turns = RoundRobin() if broker.turns is None else broker.turns
         self._hooks = hooks
         self.hooked = bool(hooks.before_send or hooks.after_send)
         """True if hooks are called for messages."""

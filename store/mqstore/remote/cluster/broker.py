@@ -1,0 +1,196 @@
+"""The engine contract over an Apache RocketMQ cluster (remoting-server, section 13).
+
+    ClusterBroker ── Links                      name servers, brokers, background thread
+                  ├─ Sends, Pops, Reads         its methods
+                  └─ Topics, Groups, Members, Locks, Transactions
+
+`degrade.py` and docs/cluster.md list the differences from a store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+from mqstore.clock import SYSTEM_CLOCK
+from mqstore.contract import BlockedQueue, DeadLetters, Event, Limits, OffsetCalls
+from mqstore.log.commitlog import QueueRef
+from mqstore.options import Durability, Duration, seconds
+from mqstore.remote.broker import RemoteBroker, _Later, _NoNotes
+from mqstore.remote.cluster.degrade import DIFFERENCES
+from mqstore.remote.cluster.letters import ClusterLetters
+from mqstore.remote.cluster.links import Links
+from mqstore.remote.cluster.log import log_of
+from mqstore.remote.cluster.pops import Pops
+from mqstore.remote.cluster.reads import COMMIT_S
+from mqstore.remote.cluster.routes import fastjson
+from mqstore.remote.cluster.sends import Sends, Turns
+from mqstore.remote.cluster.tables import Groups, Locks, Members, Topics
+from mqstore.remote.cluster.transactions import Transactions
+from mqstore.remoting.codes import Code
+from mqstore.remoting.frames import Frame
+
+_log = logging.getLogger("mqstore")
+
+T = TypeVar("T")
+_RESET_CLIENT_OFFSET = 220
+
+
+class _NamedOffsets:
+    """Offsets of a broadcasting client in a file, where queues have the names of their brokers."""
+
+    def __init__(self, offsets: OffsetCalls, links: Links) -> None:
+        self._offsets = offsets
+        self._links = links
+        self.reload, self.save = offsets.reload, offsets.save
+
+    def _named(self, queue: QueueRef) -> QueueRef:
+        place = self._links.place(*queue)
+        return QueueRef(f"{queue.topic}@{place.broker}", place.queue_id)
+
+    def committed(self, queue: QueueRef) -> int | None:
+        return self._offsets.committed(self._named(queue))
+
+    def commit(self, queue: QueueRef, offset: int) -> None:
+        self._offsets.commit(self._named(queue), offset)
+
+
+class ClusterBroker(Sends, Pops):
+    """Delivery by the brokers of a cluster. Thread-safe. Closing it closes its connections."""
+
+    def __init__(
+        self, addresses: str | Collection[str], *, timeout: Duration = 10, client_id: str | None = None
+    ) -> None:
+        """Connect. `addresses` is "host:port;host:port" of the name servers, or several addresses. Raises ConfigError for
+        bad ones, and ConnectionLostError if no name server answers."""
+        super().__init__()
+        names = addresses.split(";") if isinstance(addresses, str) else addresses
+        client = client_id or f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        links = Links([name for name in names if name], timeout_s=seconds(timeout, "timeout"), client_id=client)
+        self._links = links
+        self.name = links.name
+        self.clock = SYSTEM_CLOCK
+        self.own_clock = False
+        self.durability: Durability = "append"
+        self.shared = {}
+        self._sender = None
+        self.turns = Turns(links)
+        self.pop_at_once = lambda *args: []
+        self.ack_at_once = lambda *args: 0
+        self.has_room = lambda size: False
+        self.save_offsets = self._save
+        self.begun = _NoNotes()
+        config = links.config(links.brokers[0]) if links.brokers else {}
+        self.limits = Limits(int(config.get("maxMessageSize", 4 << 20)), int(config.get("timerMaxDelaySec", 259_200)))
+        self.topics = Topics(links)
+        self.groups = Groups(links)
+        self.members = Members(links, self.groups)
+        self.locks = Locks(links, self.clock, self.members, self._release)
+        self.transactions = Transactions(links, self, self.members)
+        self._attempts: defaultdict[tuple[str, QueueRef], dict[int, BlockedQueue]] = defaultdict(dict)
+        self._asked = _Later("mqstore-checks")
+        self._listeners: Mapping[Event, list[Any]] = {
+            "topics": [],
+            "members": self.members.on_change,
+            "locks": self.locks.on_release,
+            "save": [],
+        }
+        self.log = log_of(self, links)
+        self._store_id = hashlib.sha256(self.name.encode()).hexdigest()[:32]
+        links.topics_changed = self._topic_changed
+        links.requested = self._requested
+        links.every(COMMIT_S, self._save)
+        texts = len(DIFFERENCES), ", ".join(DIFFERENCES)
+        _log.info("%s is an Apache RocketMQ cluster; it differs from a store in %d ways (docs/cluster.md): %s",
+                  self.name, *texts)  # fmt: skip
+
+    @property
+    def closed(self) -> bool:
+        return self._links.closed
+
+    def check_open(self) -> None:
+        self._links.check_open()
+
+    def listen(self, event: Event, callback: Callable[..., object]) -> None:
+        if callback not in self._listeners[event]:
+            self._listeners[event].append(callback)
+
+    def unlisten(self, event: Event, callback: Callable[..., object]) -> None:
+        if callback in self._listeners[event]:
+            self._listeners[event].remove(callback)
+
+    def _topic_changed(self, topic: str) -> None:
+        for listener in list(self._listeners["topics"]):
+            listener(topic)
+
+    def _requested(self, broker: str, frame: Frame) -> None:
+        """Act on a request of a broker, in the background thread."""
+        group = frame.fields.get("consumerGroup") or frame.fields.get("group") or ""
+        if frame.code == Code.NOTIFY_CONSUMER_IDS_CHANGED:
+            self.members.changed(group)
+        elif frame.code == Code.CHECK_TRANSACTION_STATE:
+            self._asked(partial(self.transactions.answer, broker, frame))
+        elif frame.code == _RESET_CLIENT_OFFSET:
+            for key, offset in (fastjson(frame.body).get("offsetTable") or {}).items():
+                self._drop(group, self._links.ref(fastjson(key.encode())), offset)
+
+    def _release(self, group: str, queues: Collection[QueueRef], *, lost: bool) -> None:
+        """Commit before locks are given away. Noted offsets of lost queues do not count."""
+        for queue in queues:
+            if lost:
+                self._drop(group, queue)
+        self._save([(group, queue) for queue in queues])
+
+    # -- failures of ordered consumers, which nobody else knows ------------------------------------------------------
+
+    def attempts(self, group: str, topic: str, queue_id: int) -> dict[int, int]:
+        noted = self._attempts.get((group, QueueRef(topic, queue_id)), {})
+        return {offset: blocked.attempt for offset, blocked in noted.items()}
+
+    def note_attempt(
+        self, group: str, topic: str, queue_id: int, offset: int, attempts: int, *, error: str = ""
+    ) -> None:
+        noted = self._attempts[group, QueueRef(topic, queue_id)]
+        since_ms = noted[offset].since_ms if offset in noted else self.clock.now_ms()
+        noted[offset] = BlockedQueue(offset, attempts, since_ms, error[:300])
+
+    def commit(self, group: str, topic: str, queue_id: int, offset: int, **options: Any) -> None:
+        super().commit(group, topic, queue_id, offset, **options)
+        if noted := self._attempts.get((group, QueueRef(topic, queue_id))):
+            for failed in [each for each in noted if each < offset]:
+                del noted[failed]
+
+    def suspended(self, group: str) -> dict[QueueRef, BlockedQueue]:
+        return {queue: noted[min(noted)] for (each, queue), noted in self._attempts.items() if each == group and noted}
+
+    def dead_letters(self, group: str) -> DeadLetters:
+        return ClusterLetters(self, group)
+
+    def local_offsets(self, client_id: str, group: str) -> OffsetCalls:
+        return _NamedOffsets(RemoteBroker.local_offsets(self, client_id, group), self._links)  # type: ignore[arg-type]
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def saved(self, work: Callable[[], T]) -> T:
+        for listener in list(self._listeners["save"]):
+            listener()
+        self._save()
+        return work()
+
+    def close(self, timeout: Duration = 30) -> None:
+        if self.closed:
+            return
+        try:
+            self.saved(lambda: None)
+        finally:
+            self._links.close()
+            self._asked.end()
+
+    def __repr__(self) -> str:
+        return f"<ClusterBroker of {self.name!r}{' closed' if self.closed else ''}>"

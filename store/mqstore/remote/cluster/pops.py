@@ -1,0 +1,385 @@
+# ruff: noqa: A002  (`filter` is the word of the engine contract, clients#contract)
+"""Deliveries by receipt, and failed messages, in a cluster (remoting-server, sections 9 and 13.5).
+
+    pop     each broker of the topic in turn, until there is enough     POP_MESSAGE, in a JSON header
+    wait    a question to each of them                                  NOTIFICATION, which takes no message
+    ack     to the broker in the receipt                                ACK_MESSAGE
+    renew, nack, release                                                CHANGE_INVISIBLETIME, which makes a new receipt
+
+A broker accepts any receipt, and says nothing. So this process keeps when each delivery ends, its attempt, and its
+newest receipt. A receipt of another process has its times in it.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any, Final
+
+from mqstore.broker.filters.filter import as_filter
+from mqstore.broker.names import dlq_topic, pop_retry_topic, retry_topic
+from mqstore.broker.pop.receipts import claim_of, expired
+from mqstore.broker.redelivery.retry import origin_topic
+from mqstore.broker.waiting import Callback, Waiter
+from mqstore.contract import MAX_BATCH, Delivery, Filter, Loss, Pending, Start
+from mqstore.errors import ConfigError, ConnectionLostError
+from mqstore.layout.properties import (
+    DELAY,
+    DLQ_ORIGIN_MESSAGE_ID,
+    DLQ_ORIGIN_TOPIC,
+    DLQ_REASON,
+    FIRST_POP_TIME,
+    ORIGIN_MESSAGE_ID,
+    POP_CK,
+    RETRY_TOPIC,
+    TIMER_DELAY_MS,
+    TIMER_DELIVER_MS,
+    TIMER_OUT_MS,
+)
+from mqstore.log.commitlog import QueueRef, SendReceipt
+from mqstore.log.message import Message
+from mqstore.options import DEFAULT_DELAY_LEVELS, Duration, delay_table_ms, milliseconds
+from mqstore.remote.cluster.degrade import refuse
+from mqstore.remote.cluster.links import Fields, named
+from mqstore.remote.cluster.reads import PULLED, Reads, pull_fields
+from mqstore.remote.cluster.records import KEPT_FLAGS, STORED, expression_of, message_at, records, send_fields
+from mqstore.remoting.codes import Code
+from mqstore.remoting.frames import Frame
+from mqstore.signalsafe import Bell
+
+POP_MESSAGE, ACK_MESSAGE, CHANGE_INVISIBLE, NOTIFICATION = 200_050, 200_051, 200_053, 200_054
+_POPPED: Final = (0, 19, 20, 209, 210)
+_LOOK_MS: Final = 5_000
+"""Longest question to a broker: a redelivery that it does not report is found then."""
+_AT_ONCE_S, _PAUSE_S = 0.03, 0.1
+"""A question that is answered at once may be about messages that no pop gets now, so the callback is a little later."""
+_RELEASE_MS: Final = 1_000
+_LEASES_MAX: Final = 100_000
+_REASON_BYTES: Final = 1_024
+_MARKS: Final = (POP_CK, DELAY, TIMER_OUT_MS, TIMER_DELAY_MS, TIMER_DELIVER_MS)
+
+
+@dataclass(slots=True)
+class _Lease:
+    """Delivery of this process that is not settled."""
+
+    receipt: str
+    """Newest receipt."""
+    ends_ms: int
+    """Time by the monotonic clock."""
+    attempt: int
+
+
+class Pops(Reads):
+    """Deliveries and failures of a `ClusterBroker`. Thread-safe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turn = count(time.monotonic_ns())
+        self._leases: dict[str, _Lease] = {}
+
+    # -- pop --------------------------------------------------------------------------------------------------------
+
+    def pop(
+        self, group: str, topic: str, n: int = 1, *, invisible: Duration = 60, poll: Duration = 0, **options: Any
+    ) -> list[Delivery]:
+        """Deliver messages (`BrokerContract.pop`). `local`, `durability` and `skip_acked` have no effect."""
+        if not 1 <= n <= MAX_BATCH:
+            raise ConfigError(f"n must be 1 to {MAX_BATCH}, got {n}")
+        options = {"queue_id": -1, "filter": None, "order": False, "start": None, "attempt_id": None, **options}
+        options["filter"] = as_filter(options["filter"])
+        invisible_ms, end_ms = (
+            milliseconds(invisible, "invisible"),
+            self.clock.monotonic_ms() + milliseconds(poll, "poll"),
+        )
+        while not (found := self._pop(group, topic, n, invisible_ms, **options)):
+            left_ms = end_ms - self.clock.monotonic_ms()
+            if left_ms <= 0:
+                break
+            bell = Bell()
+            wanted = {name: options[name] for name in ("queue_id", "filter", "order")}
+            waiter = self.add_pop_waiter(group, topic, partial(_ring, bell), timeout=left_ms / 1000, **wanted)
+            bell.wait(left_ms / 1000)
+            self.remove_waiter(waiter)
+        return found
+
+    def _pop(
+        self,
+        group: str,
+        topic: str,
+        n: int,
+        invisible_ms: int,
+        *,
+        queue_id: int,
+        filter: Filter | None,
+        order: bool,
+        start: Start | None,
+        attempt_id: str | None,
+        **unused: object,
+    ) -> list[Delivery]:
+        """Pop once, from the brokers in turn."""
+        known = self.groups.get(group)
+        begin = start or (known.start if known is not None else "earliest")
+        found: list[Delivery] = []
+        lost: ConnectionLostError | None = None
+        asked = self._popped(topic, queue_id)
+        for broker, its_queue in asked:
+            fields = named(
+                "consumerGroup topic queueId maxMsgNums invisibleTime pollTime bornTime initMode expType exp order "
+                "attemptId",
+                *(group, topic, its_queue, n - len(found), invisible_ms, 0, self.clock.now_ms()),
+                *(int(begin == "latest"), *expression_of(filter), order, attempt_id),
+            )
+            try:
+                # Not repeated: the messages of a lost answer come again when their time is over.
+                answer = self._links.call(broker, POP_MESSAGE, fields, ok=_POPPED, repeat=attempt_id is not None)
+            except ConnectionLostError as error:
+                lost = error
+                continue
+            if answer.code == 0:
+                found += self._deliveries(answer, group, topic, broker, invisible_ms, filter)
+            if len(found) >= n:
+                break
+        if lost is not None and not found and len(asked) == 1:
+            raise lost
+        return found
+
+    def _popped(self, topic: str, queue_id: int) -> list[tuple[str, int]]:
+        """Return the brokers to ask, each with its queue, or -1 for all its queues."""
+        if queue_id >= 0:
+            return [self._links.place(topic, queue_id)[:2]]
+        brokers = self.topics.require(topic).brokers
+        turn = next(self._turn) % max(1, len(brokers))
+        return [(broker, -1) for broker in brokers[turn:] + brokers[:turn]]
+
+    def _deliveries(
+        self, answer: Frame, group: str, topic: str, broker: str, invisible_ms: int, filter: Filter | None
+    ) -> list[Delivery]:
+        fields = answer.fields
+        starts = {(mark, queue): start for mark, queue, start in _parts(fields.get("startOffsetInfo"))}
+        counts = {key: int(times) for _, key, times in _parts(fields.get("orderCountInfo"))}
+        visible_at_ms, ends_ms = self.clock.now_ms() + invisible_ms, self.clock.monotonic_ms() + invisible_ms
+        found = []
+        for at, its_topic, its_queue, offset in records(answer.body):
+            message = message_at(answer.body, at, QueueRef(topic, self._links.number(topic, broker, its_queue)), offset)
+            properties = message.stored_properties()
+            # A retry is sent with the topic of the request, and its receipt as a property.
+            if (receipt := properties.get(POP_CK)) is None:
+                mark = "0" if its_topic == topic else "1" if its_topic == pop_retry_topic(group, topic, 1) else "2"
+                start = starts.get((mark, str(its_queue)), str(offset))
+                times = " ".join(fields[name] for name in ("popTime", "invisibleTime", "reviveQid"))
+                receipt = f"{start} {times} {mark} {broker} {its_queue} {offset}"
+            redeliveries = counts.get(f"qo{its_queue}%{offset}", 0) if fields["reviveQid"] == "999" else None
+            delivery = Delivery(message, receipt, visible_at_ms, topic, message.queue_id, redeliveries)
+            while len(self._leases) >= _LEASES_MAX:  # the oldest one's receipt has its times
+                self._leases.pop(next(iter(self._leases)), None)
+            self._leases[receipt] = _Lease(receipt, ends_ms, delivery.attempt)
+            if filter is not None and filter.kind == "TAG" and not filter.matches(properties):
+                self._settle(group, topic, [receipt])  # its tag only has the hash of a wanted one
+            else:
+                found.append(delivery)
+        return found
+
+    def add_pop_waiter(
+        self,
+        group: str,
+        topic: str,
+        callback: Callback,
+        *,
+        queue_id: int = -1,
+        filter: Filter | str | None = None,
+        order: bool = False,
+        timeout: Duration | None = None,
+    ) -> Waiter:
+        waiter, chosen = self._waiter(None, callback, timeout), expression_of(as_filter(filter))
+        asked_s: dict[str, float] = {}
+        for broker, its_queue in self._popped(topic, queue_id):
+
+            def request(hold_ms: int, broker: str = broker, its_queue: int = its_queue) -> tuple[str, int, Fields]:
+                asked_s[broker] = time.monotonic()
+                names = "consumerGroup topic queueId pollTime bornTime order expType exp"
+                values = group, topic, its_queue, min(hold_ms, _LOOK_MS), self.clock.now_ms(), order, *chosen
+                return broker, NOTIFICATION, named(names, *values)
+
+            def took(answer: Frame, broker: str = broker) -> float | None:
+                if answer.code == 0 and answer.fields.get("hasMsg") != "true":
+                    return None
+                return _PAUSE_S if time.monotonic() - asked_s[broker] < _AT_ONCE_S else 0
+
+            self._park(waiter, request, took)
+        return waiter
+
+    # -- settling ---------------------------------------------------------------------------------------------------
+
+    def ack(self, group: str, topic: str, receipts: Sequence[str], *, durability: object = None) -> None:
+        late = [receipt for receipt in receipts if not self._is_live(receipt)]
+        self._settle(group, topic, [receipt for receipt in receipts if receipt not in late])
+        if late:
+            raise expired(late)
+
+    def _settle(self, group: str, topic: str, receipts: Sequence[str]) -> None:
+        """Acknowledge live receipts, all at once."""
+        newest = [self._lease(receipt).receipt for receipt in receipts]
+        self._links.call_many([(each.split(" ")[5], ACK_MESSAGE, self._fields(group, topic, each)) for each in newest])
+        for receipt in receipts:
+            self._leases.pop(receipt, None)
+
+    def renew(self, group: str, topic: str, receipt: str, invisible: Duration, *, durability: object = None) -> str:
+        lease = self._lease(receipt)
+        ends_ms = self.clock.monotonic_ms() + (invisible_ms := milliseconds(invisible, "invisible"))
+        self._leases[receipt] = _Lease(self._change(group, topic, receipt, invisible_ms), ends_ms, lease.attempt)
+        return receipt
+
+    def _change(self, group: str, topic: str, receipt: str, invisible_ms: int) -> str:
+        """Make a delivery end in this time. Return its new receipt. Raises ReceiptExpiredError."""
+        self._check(receipt)
+        newest = self._leases.pop(receipt, self._lease(receipt)).receipt
+        fields = {**self._fields(group, topic, newest), "invisibleTime": invisible_ms}
+        answer = self._links.call(newest.split(" ")[5], CHANGE_INVISIBLE, fields).fields
+        _, _, _, _, mark, broker, queue_id, offset, *_ = newest.split(" ")
+        return " ".join(
+            (offset, answer["popTime"], answer["invisibleTime"], answer["reviveQid"], mark, broker, queue_id, offset)
+        )
+
+    def nack(
+        self,
+        group: str,
+        topic: str,
+        receipt: str,
+        delay: Duration | None = None,
+        *,
+        error: str = "",
+        durability: object = None,
+    ) -> str | None:
+        if delay is not None:
+            return self._change(group, topic, receipt, max(1, milliseconds(delay, "delay")))
+        config, attempt = self.groups.require(group), self._lease(receipt).attempt
+        if config.max_attempts is not None and attempt >= config.max_attempts:
+            self.dead_letter(group, topic, receipt, error or f"attempt {attempt} failed")
+            return None
+        return self._change(group, topic, receipt, max(1, config.delay_ms(attempt)))
+
+    def release(self, group: str, topic: str, receipts: Sequence[str], *, durability: object = None) -> None:
+        for receipt in receipts:
+            self._change(group, topic, receipt, _RELEASE_MS)
+
+    def dead_letter(self, group: str, topic: str, receipt: str, reason: str, *, durability: object = None) -> None:
+        self._check(receipt)
+        lease = self._lease(receipt)
+        broker, fields = lease.receipt.split(" ")[5], self._fields(group, topic, lease.receipt)
+        offset = fields["offset"]
+        pull = pull_fields(None, fields["topic"], fields["queueId"], offset, 1)
+        answer = self._links.call(broker, Code.PULL_MESSAGE, pull, ok=PULLED)
+        for message in self._links.messages(broker, answer.body):
+            if message.offset == offset:  # otherwise it is gone
+                self._bury(group, broker, message, topic, reason, lease.attempt, popped=True)
+        self._settle(group, topic, [receipt])
+
+    def _fields(self, group: str, topic: str, receipt: str) -> Fields:
+        """Return the fields that name a delivery: those of where its message is stored."""
+        claim = claim_of(receipt)
+        stored = pop_retry_topic(group, topic, claim.mark) if claim.mark else topic
+        names = "consumerGroup topic queueId offset extraInfo"
+        return named(names, group, stored, claim.queue_id, claim.offset, receipt)
+
+    def _lease(self, receipt: str) -> _Lease:
+        """Return a delivery, of another process by the times in its receipt. Raises InvalidReceiptError."""
+        if (lease := self._leases.get(receipt)) is not None:
+            return lease
+        ends_ms = claim_of(receipt).pop_time_ms + int(receipt.split(" ")[2])
+        return _Lease(receipt, ends_ms - self.clock.now_ms() + self.clock.monotonic_ms(), 1)
+
+    def _is_live(self, receipt: str) -> bool:
+        return self.clock.monotonic_ms() < self._lease(receipt).ends_ms
+
+    def _check(self, receipt: str) -> None:
+        if not self._is_live(receipt):
+            raise expired([receipt])
+
+    def take_losses(self, group: str) -> tuple[Loss, ...]:
+        return ()
+
+    def pending(self, group: str) -> list[Pending]:
+        refuse("listing deliveries in flight", "settle each delivery where it was received")
+
+    # -- failures ---------------------------------------------------------------------------------------------------
+
+    def release_all(self, group: str, topic: str, queue_id: int) -> None:
+        pass  # a broker forgets the deliveries of a group by itself when their time is over
+
+    def pop_retry_topics(self, group: str, topic: str) -> list[str]:
+        return [pop_retry_topic(group, topic, version) for version in (1, 2)]
+
+    def send_back(
+        self,
+        group: str,
+        message: Message | SendReceipt | int,
+        *,
+        delay_level: int = 0,
+        delay: Duration | None = None,
+        max_reconsume: int | None = None,
+        attempts: int | None = None,
+        reason: str | None = None,
+        durability: object = None,
+    ) -> SendReceipt:
+        """Redeliver or dead-letter a failed message. A delay becomes the next level of the broker. The receipt has only
+        the topic."""
+        if isinstance(message, int):
+            raise ConfigError("a physical offset does not name a message of a cluster: pass the message")
+        if isinstance(message, SendReceipt):
+            message = self._links.record(self._links.place(*message.queue).broker, message.physical_offset)
+        broker = self._links.place(*message.queue).broker
+        config = self.groups.require(group)
+        limit = config.retry_max_times if max_reconsume is None else max_reconsume
+        times = message.reconsume_times + 1 if attempts is None else attempts
+        topic = retry_topic(group)
+        if delay_level < 0 or times > limit or config.retry_queues <= 0:
+            why = reason or ("rejected by its consumer" if delay_level < 0 else f"attempt {times} failed")
+            topic = self._bury(group, broker, message, origin_topic(message, group), why, times, popped=False)
+        else:
+            if not delay_level:
+                wait_ms = (
+                    config.retry_policy._next_delay_ms(times - 1) if delay is None else milliseconds(delay, "delay")
+                )
+                levels_ms = delay_table_ms(self._links.config(broker).get("messageDelayLevel") or DEFAULT_DELAY_LEVELS)
+                delay_level = min(bisect_left(levels_ms, wait_ms), len(levels_ms) - 1) + 1
+            names = "offset group delayLevel originMsgId originTopic unitMode maxReconsumeTimes"
+            values = message.physical_offset, group, delay_level, message.message_id, message.queue.topic, False, limit
+            self._links.call(broker, Code.CONSUMER_SEND_MSG_BACK, named(names, *values))
+        if self.topics.get(topic) is None:
+            self._links.forget(topic)  # it is there now
+        return SendReceipt((QueueRef(topic, 0), -1, -1, 0, self.clock.now_ms(), bytes(8), message.unique_key))
+
+    def _bury(
+        self, group: str, broker: str, message: Message, origin: str, reason: str, attempts: int, *, popped: bool
+    ) -> str:
+        """Store a copy of a message as a dead letter, at its broker. Return the topic."""
+        properties = message.stored_properties()
+        for name in _MARKS:
+            properties.pop(name, None)
+        identity = properties.setdefault(ORIGIN_MESSAGE_ID, message.message_id)
+        properties |= {DLQ_ORIGIN_TOPIC: properties.setdefault(RETRY_TOPIC, origin), DLQ_ORIGIN_MESSAGE_ID: identity}
+        if popped:
+            properties.setdefault(FIRST_POP_TIME, str(self.clock.now_ms()))
+        plain = "".join(c if c.isprintable() else " " for c in reason).encode("utf-8", "replace")[:_REASON_BYTES]
+        if text := plain.decode("utf-8", "ignore").strip():
+            properties[DLQ_REASON] = text
+        topic = dlq_topic(group)
+        numbers = {"flag": message.flag, "sys_flag": message.sys_flag & KEPT_FLAGS, "reconsume_times": attempts}
+        fields = send_fields(group, topic, broker, 0, properties, message.born_timestamp_ms, queues=1, **numbers)
+        self._links.call(broker, Code.SEND_MESSAGE_V2, fields, bytes(message.body_view), ok=STORED)
+        self._links.forget(topic)
+        return topic
+
+
+def _ring(bell: Bell, worth: bool) -> None:
+    bell.ring()
+
+
+def _parts(text: str | None) -> list[list[str]]:
+    """Return the triples of a field of a pop's answer."""
+    return [part.split(" ") for part in (text or "").split(";") if part]
