@@ -67,7 +67,7 @@ class ClusterBroker(Sends, Pops):
     def __init__(
         self, addresses: str | Collection[str], *, timeout: Duration = 10, client_id: str | None = None
     ) -> None:
-        """Connect. `addresses` is "host:port;host:port" of the name servers, or several addresses. Raises ConfigError for
+        """Connect. `addresses` is "host:port;host:port" of the name servers, or several texts. Raises ConfigError for
         bad ones, and ConnectionLostError if no name server answers."""
         super().__init__()
         names = addresses.split(";") if isinstance(addresses, str) else addresses

@@ -7,10 +7,11 @@ on_check     producer group in the heartbeat        a broker asks by CHECK_TRANS
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
-from mqstore.contract import NobodyAsked, TransactionHandle
+from mqstore.contract import NOT_ASKED, NobodyAsked, TransactionHandle
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import PGROUP, TRAN_MSG, UNIQ_KEY
 from mqstore.layout.record import TRANSACTION_PREPARED
@@ -25,8 +26,19 @@ from mqstore.remoting.codes import Code
 from mqstore.remoting.frames import Frame
 
 Answer = Callable[[Message], "bool | NobodyAsked | None"]
-_OUTCOMES: Final = {"commit": 8, "rollback": 12, "unknown": 0, True: 8, False: 12, None: 0}
+_OUTCOMES: Final[Mapping[str | bool | None, int]] = {
+    "commit": 8,
+    "rollback": 12,
+    "unknown": 0,
+    True: 8,
+    False: 12,
+    None: 0,
+}
 _NO_OFFSET: Final = -1
+_ENDED_KEPT: Final = 10_000
+_NOTED_S: Final = 60.0
+"""Time after an end in which a broker may ask although it knows: it notes ends some seconds later. An answer would
+commit the message twice."""
 
 
 class _Half(NamedTuple):
@@ -43,6 +55,8 @@ class Transactions:
         self._sends = sends
         self._members = members
         self._open: dict[str, _Half] = {}
+        self._ended: dict[str, tuple[str | bool, float]] = {}
+        """Outcomes and times of the end, the oldest first."""
         self._answers: dict[str, Answer] = {}
 
     def prepare(
@@ -95,6 +109,9 @@ class Transactions:
         self._links.call(broker, Code.END_TRANSACTION, fields)
         if code:
             self._open.pop(key, None)
+            self._ended[key] = outcome or False, time.monotonic()
+            while len(self._ended) > _ENDED_KEPT:
+                self._ended.pop(next(iter(self._ended)), None)
 
     def on_check(self, producer_group: str | None, callback: Answer | None) -> None:
         if producer_group is None:
@@ -118,7 +135,13 @@ class Transactions:
         """Answer a broker's question about a half message."""
         [message] = self._links.messages(broker, frame.body)
         group = message.stored_properties().get(PGROUP, "")
-        if (callback := self._answers.get(group)) is None or isinstance(said := callback(message), NobodyAsked):
+        said: str | bool | NobodyAsked | None
+        if (ended := self._ended.get(message.unique_key)) is not None:
+            said = NOT_ASKED if time.monotonic() - ended[1] < _NOTED_S else ended[0]
+        else:
+            callback = self._answers.get(group)
+            said = NOT_ASKED if callback is None else callback(message)
+        if isinstance(said, NobodyAsked):
             return
         offset, physical = int(frame.fields["tranStateTableOffset"]), int(frame.fields["commitLogOffset"])
         handle = TransactionHandle(message.unique_key, message.topic, group, offset, physical)
