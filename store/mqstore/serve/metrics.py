@@ -1,4 +1,4 @@
-"""What a server counts of itself, and its answer to Prometheus (remoting-server, sections 14 and 21).
+"""Counters of a server, and its answer to Prometheus (remoting-server, sections 14 and 21).
 
 The loop's lag is measured each second: how much later than asked the loop comes to a timer. A long lag is logged, since
 every client waits meanwhile. Labels are codes of requests and answers, so the number of series is bounded.

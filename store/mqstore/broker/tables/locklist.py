@@ -1,7 +1,7 @@
 """Clients that held queue locks when the process was killed (delivery#lock-list).
 
     running         each second the clients that hold locks are saved, if they have changed
-    killed          locks are gone, but an ordered client of a server goes on with its messages for up to 30 s
+    killed          locks are gone, but an ordered client of a server continues with its messages for up to 30 s
     started again   for 60 s only these clients get locks in their groups
 
 So no other member gets the queue of a client that still works on it. The file `config/locks.json`::
@@ -30,7 +30,7 @@ def check_lock_list(value: Mapping[str, Any]) -> None:
 
 
 class LockList:
-    """The saved list of a store, and what it forbids. `save` may run in another thread than `may_lock`."""
+    """The saved list of a store, and the locks that it forbids. `save` may run in another thread than `may_lock`."""
 
     def __init__(self, store: StoreReader, locks: QueueLocks, clock: Clock) -> None:
         """Load the file. Raises CorruptStoreError if it is damaged."""
