@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from typing import Any
 
 import mqstore
-from mqstore import Store
 from mqstore.remote import broker as remote
 from mqstore.remote.store import RemoteStore
 from mqstore.serve import Server
@@ -29,10 +28,10 @@ ADMINISTRATION = {
 
 
 class Serving:
-    """A store and its server, which run in a thread."""
+    """The server of a broker, in a thread."""
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    def __init__(self, broker: Any) -> None:
+        self._broker = broker
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         ready: Future[str] = Future()
@@ -42,7 +41,7 @@ class Serving:
 
     async def _main(self, ready: Future[str]) -> None:
         try:
-            async with Server(self.store.broker, listen=[("127.0.0.1", 0)]) as server:
+            async with Server(self._broker, listen=[("127.0.0.1", 0)]) as server:
                 ready.set_result(server.endpoints[0])
                 await self._stop.wait()
         except BaseException as error:
@@ -56,6 +55,47 @@ class Serving:
         self._loop.close()
 
 
+class ConnectedBroker(remote.RemoteBroker):
+    """The contract of `behind`, over a connection to its server."""
+
+    def __init__(self, behind: Any) -> None:
+        self.behind = behind
+        """For looks of tests past the wall."""
+        self.serving = Serving(behind)
+        super().__init__(self.serving.address)
+        administer(self, behind)
+
+    def _call(self, name: str, args: Any, options: Any) -> Any:
+        try:
+            return super()._call(name, args, options)
+        finally:
+            settle(self, name)
+
+    def _keep(self, key: Any, name: str, given: Any) -> Any:
+        try:
+            return super()._keep(key, name, given)
+        finally:
+            settle(self, name)
+
+    def _park(self, name: str, args: Any, options: Any) -> Any:
+        try:
+            return super()._park(name, args, options)
+        finally:
+            settle(self, name)
+
+    def remove_waiter(self, waiter: Any) -> bool:
+        try:
+            return super().remove_waiter(waiter)
+        finally:
+            settle(self)
+
+    def close(self, timeout: Any = 30) -> None:
+        super().close(timeout)
+        if not self.behind.closed:
+            self.serving.close()
+        self.behind.close(timeout)
+
+
 class ServedStore(RemoteStore):
     """A connection that has its server, and closes it."""
 
@@ -63,7 +103,7 @@ class ServedStore(RemoteStore):
         self.behind = mqstore.open(*args, **options)
         """For looks of tests past the wall."""
         try:
-            self.serving = Serving(self.behind)
+            self.serving = Serving(self.behind.broker)
             super().__init__(self.serving.address)
         except BaseException:
             self.behind.close()
@@ -105,10 +145,18 @@ def administer(broker: Any, behind: Any) -> None:
             setattr(target, name, through(getattr(source, name)))
 
 
-def settle(broker: remote.RemoteBroker) -> None:
+SETTLED = ("members.", "locks.", "transactions.", "add_", "wake_one")
+"""Calls whose effects on others are there when they return, as in one process."""
+
+
+def settle(broker: remote.RemoteBroker, name: str = "members.") -> None:
     """Return once everything that the server has sent so far has been taken in, and callbacks have run."""
-    broker._call("session.ping", (), {})
+    line = broker._connection._line
+    if not name.startswith(SETTLED) or broker.closed or line is None or line._turn.is_held_here:
+        return
+    remote.RemoteBroker._call(broker, "session.ping", (), {})
     for later in (broker._asked, broker._news):
-        done = threading.Event()
-        later(done.set)
-        done.wait(20)
+        if later._thread is not None and later._thread is not threading.current_thread():
+            done = threading.Event()
+            later(done.set)
+            done.wait(20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +13,10 @@ from mqstore import Store
 from mqstore.broker import opening
 from mqstore.broker.broker import Broker
 from mqstore.log.store import MessageStore
-from tests.client.pipe import RemoteBroker
 from tests.client.pushsupport import PushBench
+from tests.connecting import ConnectedBroker
 
-_OVER_A_PIPE = (
+_CONNECTED = (
     "aio_clients",
     "producer",
     "pull_consumer",
@@ -25,15 +26,20 @@ _OVER_A_PIPE = (
     "simple_consumer",
     "suspended",
 )
-"""Files of tests that run with the broker of another side, too. That shows what `contract.py` promises: clients need
-nothing else of a broker. Of a test with many parameters one goes over the pipe."""
+"""Files of tests that run behind a server, too. That shows what `contract.py` promises: clients need nothing else of a
+broker. Of a test with many parameters one does. `make test-connect` runs all tests of this folder there."""
 
+ALL = os.environ.get("MQSTORE_TEST_CONNECT") == "1"
 _LISTENERS = "counts the listeners in the broker's tables"
-_THREADS = "counts threads, and the stand-in has some of its own"
+_THREADS = "counts threads, and a connection has some of its own"
+_BELLS = "replaces the waits of all threads, and a connection has some of its own"
+_LEASES = "a lease of a killed client ends at its time, not with the next open"
 _LOG = "looks into the log by `broker.store`"
 _HERE_ONLY = {
     "test_a_callback_of_a_future_may_submit_and_flush": _LOG,
-    "test_after_a_crash_it_goes_on": "the stand-in keeps no attempt notes, as a broker of another side may do",
+    "test_after_a_crash_it_goes_on": "a server keeps no notes of the messages that its clients have begun",
+    "test_after_kill_9_what_was_on_lease_comes_again_at_once": _LEASES,
+    "test_ctrl_c_in_the_wait_gives_the_turn_to_another": _BELLS,
     "test_consumers_that_were_never_started_are_forgotten": _LISTENERS,
     "test_each_thread_s_submits_keep_their_order": _LOG,
     "test_handlers_that_run_hold_no_thread": _THREADS,
@@ -48,9 +54,9 @@ _HERE_ONLY = {
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.module.__name__.rpartition(".test_")[2] in _OVER_A_PIPE:
+    if ALL or metafunc.module.__name__.rpartition(".test_")[2] in _CONNECTED:
         why = _HERE_ONLY.get(metafunc.function.__name__)
-        pipe = pytest.param("pipe", marks=pytest.mark.skip(reason=why) if why else ())
+        pipe = pytest.param("connect", marks=pytest.mark.skip(reason=why) if why else ())
         metafunc.parametrize("_broker_at", ["here", pipe], indirect=True)
 
 
@@ -59,19 +65,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     kept = []
     for item in items:
         place = getattr(item, "callspec", None)
-        if place is None or place.params.get("_broker_at") != "pipe" or item.obj not in seen:
+        if place is None or place.params.get("_broker_at") != "connect" or item.obj not in seen or ALL:
             kept.append(item)
-        if place is not None and place.params.get("_broker_at") == "pipe":
+        if place is not None and place.params.get("_broker_at") == "connect":
             seen.add(item.obj)
     items[:] = kept
 
 
 @pytest.fixture(autouse=True)
 def _broker_at(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if getattr(request, "param", "here") == "pipe":
+    if getattr(request, "param", "here") == "connect":
         here = opening.open_broker
         for module in ("mqstore.store", "mqstore.broker.opening"):
-            monkeypatch.setattr(f"{module}.open_broker", lambda store: RemoteBroker(here(store)))
+            monkeypatch.setattr(f"{module}.open_broker", lambda store: ConnectedBroker(here(store)))
 
 
 @pytest.fixture

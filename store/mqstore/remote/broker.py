@@ -21,7 +21,7 @@ import queue
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from mqstore.errors import ConnectionLostError, MQStoreError, NotSupportedError,
 from mqstore.files.filesystem import REAL
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
-from mqstore.log.writing.outgoing import Body
+from mqstore.log.writing.outgoing import Body, OutgoingMessage, flat_body
 from mqstore.options import Duration, StoreConfig
 from mqstore.remote.connection import Connection
 from mqstore.remote.letters import RemoteLetters
@@ -52,6 +52,9 @@ _log = logging.getLogger("mqstore")
 
 _DELAYS: Final = ("delay", "deliver_at", "delay_level")
 """Options with which a message is not found by its unique key before its time."""
+_CHUNK_BYTES: Final = 4 << 20
+_MESSAGE_BYTES: Final = 200
+"""Room for the other fields of a message."""
 _CACHED: Final = frozenset({"topics.get", "topics.entered", "topics.require", "topics.for_send"})
 
 
@@ -118,20 +121,15 @@ class RemoteBroker(BrokerContract):
         self.ack_at_once = lambda *args: 0
         self.has_room = lambda size: False
         self.begun = _NoNotes()
-        self._client, self._pid = secrets.token_hex(8), os.getpid()
-        self._listeners: dict[str, list[Callable[..., object]]] = {}
-        self._checks: dict[str | None, Callable[[Message], Any]] = {}
-        self._session: dict[tuple[str, ...], tuple[Call, bytes]] = {}
-        """Requests to repeat on each new connection, by their subject."""
-        self._topics: dict[tuple[str, str], Any] = {}
-        self._news, self._asked = _Later("mqstore-news"), _Later("mqstore-checks")
-        self._greeted = False
+        self._begin()
         tables: Any = {table: _Table(table, self._forwarded) for table in TABLES}
         vars(self).update({table: tables[table] for table in ("topics", "groups", "members", "locks", "transactions")})
         self.log: Any = tables["log"]
         self.save_offsets = self._forwarded("save_offsets")
         tables["members"].register = self._register
-        tables["members"].unregister = self._unregister
+        tables["members"].unregister = _at_the_end(self._unregister, False)
+        for table, name, nothing in (("members", "get", None), ("locks", "unlock_batch", frozenset())):
+            setattr(tables[table], name, _at_the_end(getattr(tables[table], name), nothing))
         tables["transactions"].on_check = self._on_check
         self._connection = Connection(
             address,
@@ -143,12 +141,23 @@ class RemoteBroker(BrokerContract):
         )
         self._connection.open()
 
+    def _begin(self) -> None:
+        """Begin without members, listeners and checks, as a forked child does."""
+        self._pid = os.getpid()
+        self._client = secrets.token_hex(8)
+        self._listeners: dict[str, list[Callable[..., object]]] = {}
+        self._checks: dict[str | None, Callable[[Message], Any]] = {}
+        self._session: dict[tuple[str, ...], tuple[Call, bytes]] = {}
+        """Requests to repeat on each new connection, by their subject."""
+        self._topics: dict[tuple[str, str], Any] = {}
+        self._news, self._asked = _Later("mqstore-news"), _Later("mqstore-checks")
+        self._greeted = False
+
     # -- the connection ---------------------------------------------------------------------------------------------
 
     def _greet(self, ask: Callable[[Frame], Frame]) -> None:
         if self._pid != os.getpid():  # a forked child is another client, without the members of its parent
-            self._client, self._pid = secrets.token_hex(8), os.getpid()
-            self._session = {key: request for key, request in self._session.items() if key[0] == "news"}
+            self._begin()
         call = CALLS["session.hello"]
         answer = ask(Frame(call.code, {}, call.request({"protocol": PROTOCOL, "client": self._client})))
         if answer.code == NOT_SUPPORTED:
@@ -287,6 +296,26 @@ class RemoteBroker(BrokerContract):
         receipt: SendReceipt = _result(call, answer)
         return receipt
 
+    def put_many(
+        self,
+        topic: str,
+        bodies: Iterable[Body | OutgoingMessage],
+        *,
+        queue_id: int | None = None,
+        **options: Any,
+    ) -> Sequence[SendReceipt]:
+        """Put as the contract says, some megabytes a call."""
+        receipts: list[SendReceipt] = []
+        for chunk in _chunks(bodies):
+            try:
+                receipts += self._call("put_many", (topic, chunk), {"queue_id": queue_id, **options})
+            except MQStoreError as error:
+                error.receipts = [*receipts, *error.receipts]
+                raise
+            if receipts:
+                queue_id = receipts[0].queue_id
+        return receipts
+
     def put_async(self, topic: str, body: Body, *, queue_id: int | None = None, **options: Any) -> Future[SendReceipt]:
         call = CALLS["put"]
         given = {"topic": topic, "body": body, "queue_id": queue_id, **options}
@@ -390,11 +419,38 @@ def _result(call: Call, answer: Frame) -> Any:
     return call.result(answer.body)
 
 
+def _chunks(bodies: Iterable[Body | OutgoingMessage]) -> Iterator[list[Body | OutgoingMessage]]:
+    """Yield the messages of a call in parts that a frame can hold, at least one part."""
+    chunk: list[Body | OutgoingMessage] = []
+    size = 0
+    for each in bodies:
+        body = each.body if isinstance(each, OutgoingMessage) else each
+        of = len(flat_body(body))
+        if chunk and size + of > _CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(each)
+        size += of + _MESSAGE_BYTES
+    yield chunk
+
+
 def _settle(future: Future[Any], result: Callable[[], Any]) -> None:
     try:
         future.set_result(result())
     except Exception as error:
         future.set_exception(error)
+
+
+def _at_the_end(call: Callable[..., Any], nothing: object) -> Callable[..., Any]:
+    """Return a call that a consumer makes when it leaves. Members and locks end with their connection anyway."""
+
+    def leave(*args: Any, **options: Any) -> Any:
+        try:
+            return call(*args, **options)
+        except (StoreClosedError, ConnectionLostError):
+            return nothing
+
+    return leave
 
 
 def _may_repeat(given: dict[str, Any]) -> bool:

@@ -45,6 +45,8 @@ Answered = Callable[[Frame | None], object]
 
 _RECEIVE_BYTES: Final = 256 << 10
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.1, 5.0
+_ATTEMPTS_MAX: Final = 4
+"""Number of times that a call which may be repeated is sent."""
 _STALE_S: Final = 1.0
 """Time after which the next call looks first whether the server has closed the connection meanwhile."""
 _connections: WeakSet[Connection] = WeakSet()
@@ -152,14 +154,15 @@ class _Line:
 
     def read_until(self, done: Callable[[], bool]) -> bool:
         """Read for all until `done()` or the line is lost. Return False at once if another thread reads."""
+        is_nested = self._turn.is_held_here  # called back by this thread's own reading
         try:
-            if not self._turn.acquire(False):
+            if not is_nested and not self._turn.acquire(False):
                 return False
             while self.lost is None and not done():
                 self._read()
             return True
         finally:
-            if self._turn.is_held_here:
+            if not is_nested and self._turn.is_held_here:
                 self._turn.release()
                 # Somebody has to read on. A thread that is about to wait finds its bell rung.
                 with suppress(RuntimeError):  # it has changed: whoever has changed it looks for the turn
@@ -211,7 +214,7 @@ class _Line:
             call.refused = True
             self._connection.take_over(call)
         else:
-            self._connection.call_back(call, frame)
+            self._turn.lend(partial(self._connection.call_back, call, frame))
 
     def has_parked(self) -> bool:
         """Return True if an answer is awaited for which no thread waits, or requests of the server."""
@@ -264,7 +267,7 @@ class Connection:
         ping: int = 31001,
         greet: Callable[[Callable[[Frame], Frame]], object] = lambda ask: None,
         requested: Callable[[Frame], object] = lambda frame: None,
-        frame_bytes: int = 64 << 20,
+        frame_bytes: int = 256 << 20,
         dial: Callable[[], socket.socket] | None = None,
     ) -> None:
         """Prepare a connection to `address` (`address_of`). The first call opens it. With `dial`, which returns a
@@ -310,10 +313,10 @@ class Connection:
         """Send a request and return its answer, whatever its code is. With `repeat` it is sent again if the line is
         lost meanwhile. Raises ConnectionLostError, and StoreClosedError after `close`."""
         call = _Waiting(Frame(code, fields or {}, body), None, repeat)
-        until_s = time.monotonic() + self._timeout_s
-        while True:
-            line = self._open_line(until_s)
+        for attempt in count(1):
+            line = self._open_line(time.monotonic() + self._timeout_s)
             try:
+                call.refused = False
                 line.send(call)
                 if (answer := line.wait(call)) is not None and answer.code != GO_AWAY:
                     return answer
@@ -322,19 +325,20 @@ class Connection:
                     line.wait(call)
                     call.refused = True
             except _NotSentError:
-                continue
+                call.refused = True
             except OSError:
                 pass  # the line is lost
             finally:
                 if call.answer is None:
                     line.waiting.pop(call.frame.opaque, None)
             self._check_open()
-            if not (repeat or call.refused):
+            # A call that loses each line is perhaps the reason: it is too large, or kills the server.
+            if not call.refused and (not repeat or attempt == _ATTEMPTS_MAX):
                 raise ConnectionLostError(
                     f"the connection to {self.address} was lost ({line.lost}): the call is perhaps done",
                     sent=True,
                 )
-            until_s = time.monotonic() + self._timeout_s
+        raise AssertionError
 
     def park(
         self,
@@ -488,8 +492,9 @@ class Connection:
         """Have the background thread read, unless a caller does."""
         with self._thread_lock:
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._read_on, name="mqstore-connection", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._read_on, name="mqstore-connection", daemon=True)
+                thread.start()
+                self._thread = thread  # only now, because `close` joins it
         self._bell.ring()
 
     def _read_on(self) -> None:

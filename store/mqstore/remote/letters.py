@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from mqstore.broker.names import dlq_topic
-from mqstore.broker.redelivery.dead_letters import DeadLetters, Replay, _Letter
+from mqstore.broker.redelivery.dead_letters import DeadLetters, Replay, _checked_offset, _Letter
 from mqstore.errors import ConfigError
 from mqstore.log.message import Message
 
@@ -39,15 +40,17 @@ class RemoteLetters(DeadLetters):
         stop_ms: int | None = None,
         where: Callable[[Message], bool] | None = None,
     ) -> Iterator[Message]:
-        chosen = range(*self.bounds) if offsets is None else sorted(set(offsets))
-        pages = (chosen[at : at + _PAGE] for at in range(0, len(chosen), _PAGE))
-        options = {"start_ms": start_ms, "stop_ms": stop_ms}
-        letters = (
-            _Letter(message._batch, message._start, message.offset)
-            for page in pages
-            for message in self._call("letters.select", (self.group,), {"offsets": list(page), **options})
-        )
+        chosen = range(*self.bounds) if offsets is None else sorted(set(map(_checked_offset, offsets)))
+        letters = self._pages(chosen, {"start_ms": start_ms, "stop_ms": stop_ms})
         return letters if where is None else filter(where, letters)
+
+    def _pages(self, chosen: Sequence[int], options: dict[str, Any]) -> Iterator[Message]:
+        while chosen:
+            page = chosen[:_PAGE]
+            letters = self._call("letters.select", (self.group,), {"offsets": list(page), **options})
+            yield from (_Letter(each._batch, each._start, each.offset) for each in letters)
+            # An answer has a limit, so it may lack the last ones of a page.
+            chosen = chosen[bisect_right(chosen, letters[-1].offset if letters else page[-1]) :]
 
     def replay(
         self,

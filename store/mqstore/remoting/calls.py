@@ -1,8 +1,8 @@
 """Own codes of the server, 31000 to 31099: the methods of the engine contract as calls (remoting-server, section 12).
 
-    request     code | body: {parameter: value}     those that are not defaults
-    answer      0 | body: [result]
-    error       its code | body: class, text, attributes; raised as the same class on the other side
+    request     code | body {parameter: value}, those that are not defaults
+    answer      0 | body [result]
+    error       its code | body class, text, attributes; raised as the same class on the other side
 
 Parameters and results have the types of the contract's methods, so a method that is added there needs one line here.
 """

@@ -52,6 +52,8 @@ _EVENTS: Final[tuple[Event, ...]] = ("topics", "members", "locks")
 _THREADS: Final = 4
 _BUSY_MS: Final = 1_000
 """Delay of an answer that cannot wait, for a client that would ask again at once."""
+_ANSWER_BYTES_MAX: Final = 8 << 20
+"""Messages of an answer, in bytes. The first may be larger."""
 _WAITED_MAX: Final = 1_000
 _MESSAGE: Final = codec_of(Message)
 
@@ -160,6 +162,8 @@ class Own:
 
     def _begin(self, call: Call, spec: Spec) -> None:
         given = spec.arguments(call.frame.body)
+        if spec.name in ("read", "log.get"):
+            given["max_bytes"] = min(given.get("max_bytes") or _ANSWER_BYTES_MAX, _ANSWER_BYTES_MAX)
         session = self._sessions.get(call.connection)
         if spec.name == "session.hello":
             self._hello(call, spec, **given)
@@ -428,7 +432,14 @@ class _Letters:
         return len(self._of(group))
 
     def select(self, group: str, **options: Any) -> list[Message]:
-        return list(self._of(group).select(**options))
+        left = _ANSWER_BYTES_MAX
+        found = []
+        for letter in self._of(group).select(**options):
+            found.append(letter)
+            left -= letter.size
+            if left <= 0:
+                break
+        return found
 
     def replay(self, group: str, **options: Any) -> Any:
         return self._of(group).replay(**options)
