@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 import mqstore
-from mqstore.serve import Limits, Server, bind_all, inherited, unix_path
+from mqstore.serve import Limits, Server, Users, bind_all, inherited, unix_path
 from mqstore.serve import supervise as start_child
 from mqstore_tools.render import VERSION, as_json, note
 from mqstore_tools.shared import StoreCommand, directory_argument, json_option
@@ -66,9 +66,15 @@ Examples:
     help="Address for the routes of clients, if they reach the server at another one than the socket's own.",
 )
 @click.option(
+    "--auth",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Serve only signed requests of the users in this TOML file, as docs/serve.md describes.",
+)
+@click.option(
     "--insecure-bind",
     is_flag=True,
-    help="Allow an address that other machines reach. Anybody there can read and write every message.",
+    help="Without --auth: allow an address that other machines reach. Anybody there can read and write every message.",
 )
 @click.option(
     "--metrics",
@@ -101,6 +107,7 @@ def serve(
     listen: tuple[tuple[str, int], ...],
     unix: Path | None,
     advertise: str | None,
+    auth: Path | None,
     insecure_bind: bool,
     metrics: tuple[str, int] | None,
     max_connections: int,
@@ -125,11 +132,12 @@ def serve(
     hosts = [host for host, _ in listen] + [each.getsockname()[0] for each in given if each.family != socket.AF_UNIX]
     hosts += [] if metrics is None else [metrics[0]]
     for host in hosts:
-        if not insecure_bind and not _is_loopback(host):
+        if auth is None and not insecure_bind and not _is_loopback(host):
             raise click.UsageError(
                 f"{host} can be reached from other machines, and clients need no password: listen on 127.0.0.1, or add "
-                "--insecure-bind"
+                "--auth FILE or --insecure-bind"
             )
+    users = None if auth is None else Users(auth)
     if unix is None and not unix_given and (unix := unix_path(directory)) is None:
         note(f"{directory} has a long path and XDG_RUNTIME_DIR is not set, so there is no Unix socket: add --unix PATH")
     link = None
@@ -153,6 +161,7 @@ def serve(
             sockets=given,
             linger_s=linger,
             metrics=metrics,
+            users=users,
             advertise=advertise,
             limits=Limits(connections=max_connections),
         )

@@ -85,6 +85,10 @@ class Connection(asyncio.Protocol):
         """Address of the client, for its messages and for people."""
         self.address = ""
         """Address at which the client has reached the server. Routes name it."""
+        self.is_trusted = False
+        """True for the Unix socket, which only processes of our user and root can use."""
+        self.was_refused = False
+        """True once a request was not signed, or its user had not the right."""
         self.client_ids: set[str] = set()
         """Clients that have sent a heartbeat on it."""
         self.asked: dict[int, Callable[[Frame], object]] = {}
@@ -109,6 +113,7 @@ class Connection(asyncio.Protocol):
             self._fd = transport.get_extra_info("socket").fileno()
         self.peer = address_of(transport.get_extra_info("peername"))
         self.address = endpoint_of(transport.get_extra_info("sockname"))
+        self.is_trusted = self.address.startswith("unix:")
         self._server.admit(self)
 
     def data_received(self, data: bytes) -> None:

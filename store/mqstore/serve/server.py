@@ -30,6 +30,7 @@ from mqstore.broker.tables.requestmodes import RequestModes
 from mqstore.errors import (
     FormatError,
     MQStoreError,
+    NotPermittedError,
     OffsetOutOfRangeError,
     ReceiptExpiredError,
     ResultCode,
@@ -52,6 +53,7 @@ from mqstore.serve import (
     send,
     transactions,
 )
+from mqstore.serve.auth import Users
 from mqstore.serve.connection import Call, Connection
 from mqstore.serve.creation import Creation
 from mqstore.serve.listening import Address, Listening
@@ -133,6 +135,7 @@ class Server:
         sockets: Iterable[socket.socket] = (),
         linger_s: float | None = None,
         metrics: Address | None = None,
+        users: Users | None = None,
         advertise: str | None = None,
         broker_name: str = "mqstore",
         cluster: str = "DefaultCluster",
@@ -141,7 +144,8 @@ class Server:
         """Prepare to serve `broker` at TCP addresses, on a Unix socket, and on sockets that listen already. These are
         not closed. `advertise` is the address in routes, where clients reach another one than the socket's own, as from
         outside of a container. Port 0 takes a free one. With `linger_s` the event `ended` is set when no client
-        has been connected for so long. Prometheus is answered at `metrics`."""
+        has been connected for so long. Prometheus is answered at `metrics`. With `users` only their
+        signed requests are served, except on the Unix socket."""
         self.broker = broker
         self.broker_name = broker_name
         self.cluster = cluster
@@ -155,6 +159,7 @@ class Server:
         self.creation = Creation(self)
         self.metrics = Metrics(self)
         self._metrics_address = metrics
+        self._users = users
         self.turns = RoundRobin()
         """Queues of sends that name none."""
         self.loop: asyncio.AbstractEventLoop
@@ -424,9 +429,21 @@ class Server:
 
         def run() -> None:
             call.values = values_of(frame.code, frame.fields)
+            if self._users is not None and not connection.is_trusted:
+                self._authorize(self._users, call)
             self.creation.before(call, partial(handler, self, call))
 
         self._attempt(call, run)
+
+    def _authorize(self, users: Users, call: Call) -> None:
+        try:
+            users.check(call)
+        except NotPermittedError as error:
+            self.metrics.refused += 1
+            if not call.connection.was_refused:  # one line for each connection
+                call.connection.was_refused = True
+                _log.warning("requests of %s are refused: %s", call.connection.peer, error)
+            raise
 
     def _attempt(self, call: Call, work: Callable[[], object]) -> None:
         try:
