@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 import mqstore
-from mqstore.serve import Limits, Server, Users, bind_all, inherited, unix_path
+from mqstore.serve import Limits, Server, Users, bind_all, inherited, tls_context, unix_path
 from mqstore.serve import supervise as start_child
 from mqstore_tools.render import VERSION, as_json, note
 from mqstore_tools.shared import StoreCommand, directory_argument, json_option
@@ -72,6 +72,18 @@ Examples:
     help="Serve only signed requests of the users in this TOML file, as docs/serve.md describes.",
 )
 @click.option(
+    "--tls-cert",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Certificate in PEM: clients may use TLS at the same addresses.",
+)
+@click.option(
+    "--tls-key",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Its key. Without it the key is in the file of the certificate.",
+)
+@click.option(
     "--insecure-bind",
     is_flag=True,
     help="Without --auth: allow an address that other machines reach. Anybody there can read and write every message.",
@@ -108,6 +120,8 @@ def serve(
     unix: Path | None,
     advertise: str | None,
     auth: Path | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
     insecure_bind: bool,
     metrics: tuple[str, int] | None,
     max_connections: int,
@@ -138,6 +152,9 @@ def serve(
                 "--auth FILE or --insecure-bind"
             )
     users = None if auth is None else Users(auth)
+    if tls_key is not None and tls_cert is None:
+        raise click.UsageError("--tls-key needs --tls-cert")
+    tls = None if tls_cert is None else tls_context(tls_cert, tls_key or tls_cert)
     if unix is None and not unix_given and (unix := unix_path(directory)) is None:
         note(f"{directory} has a long path and XDG_RUNTIME_DIR is not set, so there is no Unix socket: add --unix PATH")
     link = None
@@ -162,6 +179,7 @@ def serve(
             linger_s=linger,
             metrics=metrics,
             users=users,
+            tls=tls,
             advertise=advertise,
             limits=Limits(connections=max_connections),
         )

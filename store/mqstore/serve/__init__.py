@@ -15,8 +15,8 @@ One thread runs all of it, in an event loop. Nothing in it waits for the disk.
 """
 
 from mqstore.serve.auth import Users
-from mqstore.serve.listening import Address, bind_all, inherited, unix_path
+from mqstore.serve.listening import Address, bind_all, inherited, tls_context, unix_path
 from mqstore.serve.server import Limits, Server
 from mqstore.serve.supervisor import supervise
 
-__all__ = ["Address", "Limits", "Server", "Users", "bind_all", "inherited", "supervise", "unix_path"]
+__all__ = ["Address", "Limits", "Server", "Users", "bind_all", "inherited", "supervise", "tls_context", "unix_path"]

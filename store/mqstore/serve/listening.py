@@ -1,6 +1,7 @@
 """Sockets of a server: TCP addresses, a Unix socket, and those that a service manager hands over.
 
-    bound socket -> accept, in the loop -> user of a Unix socket is checked -> Connection
+    bound socket -> accept, in the loop -> Unix socket: is its user ours? -> Connection
+                       |                   TCP with TLS: first byte 22    -> TLS -> Connection
                        |
                        +-- as many connections as allowed: accepting pauses, clients wait in the backlog
 
@@ -20,6 +21,7 @@ import json
 import logging
 import os
 import socket
+import ssl
 import struct
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -46,6 +48,10 @@ _ACCEPTS_A_TURN: Final = 64
 _FIRST_DESCRIPTOR: Final = 3
 _NO_DESCRIPTOR_S: Final = 1.0
 """Pause of accepting when the process has no free descriptor."""
+_GREETING_S: Final = 10
+"""Time for the first byte, and for the handshake of TLS."""
+_HANDSHAKE: Final = b"\x16"
+"""First byte of a client's TLS. A frame begins by its length, which is smaller than 0x16000000."""
 _UCRED: Final = struct.Struct("3i")
 """Process, user and group of the peer of a Unix socket."""
 
@@ -155,8 +161,16 @@ def _unlink(bound: socket.socket) -> None:
 class Listening:
     """The accept loop of a server. For the loop's thread."""
 
-    def __init__(self, server: Server, own: list[socket.socket], given: Sequence[socket.socket]) -> None:
-        """Prepare to accept on sockets: the server's `own`, which it closes at its end, and others."""
+    def __init__(
+        self,
+        server: Server,
+        own: list[socket.socket],
+        given: Sequence[socket.socket],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """Prepare to accept on sockets: the server's `own`, which it closes at its end, and others. With `tls` a client
+        of TCP may begin by a handshake."""
+        self._tls = tls
         self._server = server
         self._own = own
         self._given = given
@@ -248,13 +262,42 @@ class Listening:
         try:
             if not _is_ours(accepted):
                 raise PermissionError("a Unix socket is for its owner's processes")
-            await self._server.loop.connect_accepted_socket(lambda: Connection(self._server), accepted)
-        except OSError as error:
-            _log.warning("a connection is refused: %s", error)
+            tls = None
+            if self._tls is not None and accepted.family != socket.AF_UNIX:
+                tls = self._tls if await self._first_byte(accepted) == _HANDSHAKE else None
+            # No time limit without TLS: it would be an error.
+            limit_s = None if tls is None else _GREETING_S
+            await self._server.loop.connect_accepted_socket(
+                lambda: Connection(self._server), accepted, ssl=tls, ssl_handshake_timeout=limit_s
+            )
+        except OSError as error:  # also of TLS, and after the time
+            _log.warning("a connection is refused: %s", error or "its client was silent")
             accepted.close()
         except BaseException:
             accepted.close()
             raise
+
+    async def _first_byte(self, accepted: socket.socket) -> bytes:
+        """Wait for a byte, and leave it in the socket."""
+        loop = self._server.loop
+        arrived = asyncio.Event()
+        loop.add_reader(accepted, arrived.set)
+        try:
+            async with asyncio.timeout(_GREETING_S):
+                await arrived.wait()
+        finally:
+            loop.remove_reader(accepted)
+        return accepted.recv(1, socket.MSG_PEEK)
+
+
+def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
+    """Return the TLS settings of a server. Raises ConfigError if the files are not a certificate and its key."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(certificate, key)
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError(f"{certificate} and {key} are not a certificate and its key in PEM: {error}") from None
+    return context
 
 
 def _is_ours(accepted: socket.socket) -> bool:

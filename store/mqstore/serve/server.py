@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -136,6 +137,7 @@ class Server:
         linger_s: float | None = None,
         metrics: Address | None = None,
         users: Users | None = None,
+        tls: ssl.SSLContext | None = None,
         advertise: str | None = None,
         broker_name: str = "mqstore",
         cluster: str = "DefaultCluster",
@@ -145,7 +147,7 @@ class Server:
         not closed. `advertise` is the address in routes, where clients reach another one than the socket's own, as from
         outside of a container. Port 0 takes a free one. With `linger_s` the event `ended` is set when no client
         has been connected for so long. Prometheus is answered at `metrics`. With `users` only their
-        signed requests are served, except on the Unix socket."""
+        signed requests are served, except on the Unix socket. With `tls` clients of TCP may use TLS."""
         self.broker = broker
         self.broker_name = broker_name
         self.cluster = cluster
@@ -160,6 +162,7 @@ class Server:
         self.metrics = Metrics(self)
         self._metrics_address = metrics
         self._users = users
+        self._tls = tls
         self.turns = RoundRobin()
         """Queues of sends that name none."""
         self.loop: asyncio.AbstractEventLoop
@@ -202,7 +205,7 @@ class Server:
         """Listen. Raises OSError if an address is taken, and ConfigError if the Unix socket's path is too long."""
         self.loop = asyncio.get_running_loop()
         own = listening.bind_all(self._listen, self._unix)
-        self._listening = Listening(self, own, self._given)
+        self._listening = Listening(self, own, self._given, self._tls)
         try:
             await self.metrics.start(self._metrics_address)
         except OSError:
