@@ -12,7 +12,7 @@
 #   make delta   Delta tables imported, and written by streams, in an environment of their own (needs Maven)
 #   make spark-bench  Spark's reads, writes and jobs beside what they replace, each ratio beside its goal (half an hour)
 #   make interop  both engines on one store, ours and Apache RocketMQ's (needs a JDK, Maven; ROCKETMQ=5.4.0 takes another)
-#   make conformance  RocketMQ's Java clients and mqadmin against `mqstore serve` (needs a JDK, Maven; CLIENTS="5.3.3 4.9.8" takes others)
+#   make conformance  RocketMQ's Java and Go clients and mqadmin against `mqstore serve` (needs a JDK, Maven, Go; CLIENTS=5.4.0 takes others)
 #   make cluster  our client against RocketMQ's name server and two brokers (needs a JDK, Maven; ROCKETMQ=5.4.0 takes another)
 #   make crash   more crash images than `make test` tries, N=100000 of them, and a crash or error at every change
 #   make descriptors  stores in processes with few file descriptors: N=2000 cases (a few a second)
@@ -129,14 +129,19 @@ var/rocketmq-%/fetched: tests/interop/pom.xml
 	mvn --batch-mode --quiet --file $< dependency:copy-dependencies -Drocketmq.version=$* -DoutputDirectory=$(CURDIR)/$(@D)
 	@touch $@
 
-CLIENTS ?= 5.3.3 4.9.8
+CLIENTS ?= 5.3.3 4.9.8 3.2.6
+GO_CLIENT := $(if $(shell command -v go),var/go-client)
 
-conformance: $(VENV)/stamp-dev $(CLIENTS:%=var/rocketmq-client-%/fetched) var/rocketmq-tools-5.3.3/fetched
-	MQSTORE_ROCKETMQ_CLIENTS=$(subst $(eval) ,:,$(CLIENTS:%=var/rocketmq-client-%)) MQSTORE_ROCKETMQ_TOOLS=var/rocketmq-tools-5.3.3 $(BIN)/python -m pytest tests/serve/test_java.py tests/serve/test_mqadmin.py
+# SCENARIOS="pop timer" takes only these of the programs in tests/serve/java and tests/serve/go.
+conformance: $(VENV)/stamp-dev $(CLIENTS:%=var/rocketmq-client-%/fetched) var/rocketmq-tools-5.3.3/fetched $(GO_CLIENT)
+	MQSTORE_ROCKETMQ_CLIENTS=$(subst $(eval) ,:,$(CLIENTS:%=var/rocketmq-client-%)) MQSTORE_ROCKETMQ_TOOLS=var/rocketmq-tools-5.3.3 MQSTORE_GO_CLIENT=$(GO_CLIENT) $(BIN)/python -m pytest tests/serve/test_java.py tests/serve/test_mqadmin.py tests/serve/test_go.py
+
+var/go-client: tests/serve/go/main.go tests/serve/go/go.mod
+	go -C tests/serve/go build -mod=mod -o $(CURDIR)/$@ .
 
 COPY_JARS = mvn --batch-mode --quiet --file $< dependency:copy-dependencies -DoutputDirectory=$(CURDIR)/$(@D) -Drocketmq.version=$*
 var/rocketmq-client-%/fetched: tests/serve/java/pom.xml
-	$(COPY_JARS)
+	$(COPY_JARS) $(if $(filter 3.%,$*),-Drocketmq.group=com.alibaba.rocketmq)
 	@touch $@
 
 var/rocketmq-tools-%/fetched: tests/serve/java/pom.xml

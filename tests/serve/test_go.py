@@ -10,16 +10,18 @@ import pytest
 
 from tests.serve.support import started
 
-CLIENTS = os.environ.get("MQSTORE_GO_CLIENTS", "")
+CLIENT = os.environ.get("MQSTORE_GO_CLIENT", "")
 """The compiled program of the folder `go`."""
 SCENARIOS = ["send", "push", "filters", "order", "delay", "retry", "pull", "transactions"]
 ONLY = os.environ.get("SCENARIOS", "").split()
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(not CLIENTS, reason="needs Go: make conformance")
+@pytest.mark.skipif(not CLIENT, reason="needs Go: make conformance")
 def test_go_client(tmp_path: Path) -> None:
     with started(tmp_path / "mq", "--listen", "127.0.0.1:0") as (_, (host, port)):
-        done = subprocess.run([CLIENTS, f"{host}:{port}", *ONLY], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [Path(CLIENT).absolute(), f"{host}:{port}", *ONLY], capture_output=True, text=True, check=False
+        )
     lines = [line for line in done.stdout.splitlines() if line.startswith(("ok ", "FAILED "))]
     assert lines == [f"ok {name}" for name in SCENARIOS if not ONLY or name in ONLY], done.stdout + done.stderr
