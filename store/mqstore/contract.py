@@ -501,8 +501,10 @@ class BrokerContract(Protocol):
         local: bool = True,
         durability: Durability | None = None,
         skip_acked: bool = False,
+        acks: Sequence[str] = (),
     ) -> list[Delivery]:
         """Deliver up to `n` (at most 32) messages, each invisible to the group for `invisible` seconds.
+        First it acknowledges `acks`, as `ack` does.
         A message is redelivered unless it is acknowledged by then. With `order`, nothing after an unsettled message of
         its queue is delivered. That message is redelivered with all later ones of its batch, or with `skip_acked` only
         with those that were not acknowledged. Waits up to `poll` seconds for a first message."""

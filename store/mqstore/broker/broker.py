@@ -459,7 +459,10 @@ class Broker(Closing, Sending, BrokerContract):
         local: bool = True,
         durability: Durability | None = None,
         skip_acked: bool = False,
+        acks: Sequence[str] = (),
     ) -> list[Delivery]:
+        if acks:
+            self._pop.ack(group, topic, acks, durability)
         chosen = None if filter is None else as_filter(filter)
         invisible_ms = invisible * 1000 if type(invisible) is int else milliseconds(invisible, "invisible")
         order, local = bool(order), bool(local)

@@ -42,9 +42,11 @@ from mqstore.log.writing.outgoing import Body, OutgoingMessage, flat_body
 from mqstore.options import Duration, StoreConfig
 from mqstore.remote.connection import Connection
 from mqstore.remote.letters import RemoteLetters
-from mqstore.remoting.calls import CALLS, CHECK, NEWS, PROTOCOL, TABLES, Call, error_of
+from mqstore.remote.short import ShortCalls, result_of
+from mqstore.remoting.calls import CALLS, CHECK, NEWS, PROTOCOL, TABLES, Call
 from mqstore.remoting.codes import NOT_SUPPORTED
 from mqstore.remoting.frames import Frame
+from mqstore.remoting.short import put_fields, receipt_of
 from mqstore.remoting.values import loads, message_of
 from mqstore.signalsafe import Future
 
@@ -104,7 +106,7 @@ class _NoNotes:
         return SimpleNamespace(workers=[UNREAD] * workers, close=lambda: None)
 
 
-class RemoteBroker(BrokerContract):
+class RemoteBroker(ShortCalls, BrokerContract):
     """Delivery by the broker of a server. Thread-safe."""
 
     def __init__(
@@ -162,7 +164,7 @@ class RemoteBroker(BrokerContract):
         answer = ask(Frame(call.code, {}, call.request({"protocol": PROTOCOL, "client": self._client})))
         if answer.code == NOT_SUPPORTED:
             raise NotSupportedError(f"{self._connection.address} is not a server of mqstore")
-        welcome = _result(call, answer)
+        welcome = result_of(call, answer)
         self.name, self.limits, self.durability = welcome.name, welcome.limits, welcome.durability
         self._store_id = welcome.store_id or hashlib.sha256(welcome.name.encode()).hexdigest()[:32]
         self._topics.clear()
@@ -195,7 +197,7 @@ class RemoteBroker(BrokerContract):
 
     def _call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         call = CALLS[name]
-        return _result(
+        return result_of(
             call, self._connection.call(call.code, call.request(call.given(args, options)), repeat=call.repeat)
         )
 
@@ -220,7 +222,7 @@ class RemoteBroker(BrokerContract):
         """Call, and repeat the call on each new connection."""
         call = CALLS[name]
         body = call.request(given)
-        result = _result(call, self._connection.call(call.code, body, repeat=True))
+        result = result_of(call, self._connection.call(call.code, body, repeat=True))
         self._session[key] = call, body
         return result
 
@@ -285,16 +287,16 @@ class RemoteBroker(BrokerContract):
 
     def put(self, topic: str, body: Body, *, queue_id: int | None = None, **options: Any) -> SendReceipt:
         call = CALLS["put"]
-        given = {"topic": topic, "body": body, "queue_id": queue_id, **options}
-        data = call.request(given)
+        fields = put_fields(topic, queue_id, options) if type(body) is bytes else None
+        data: Any = body if fields is not None else call.request(_given(topic, body, queue_id, options))
         try:
-            answer = self._connection.call(call.code, data)
+            answer = self._connection.call(call.code, data, fields=fields)
         except ConnectionLostError as lost:
-            if not lost.sent or not _may_repeat(given):
+            if not lost.sent or not _may_repeat(options):
                 raise
+            data, fields = call.request(_given(topic, body, queue_id, options)), None
             answer = self._connection.call(call.code, data, fields={"again": "1"}, repeat=True)
-        receipt: SendReceipt = _result(call, answer)
-        return receipt
+        return _receipt(topic, options, fields, answer)
 
     def put_many(
         self,
@@ -318,21 +320,22 @@ class RemoteBroker(BrokerContract):
 
     def put_async(self, topic: str, body: Body, *, queue_id: int | None = None, **options: Any) -> Future[SendReceipt]:
         call = CALLS["put"]
-        given = {"topic": topic, "body": body, "queue_id": queue_id, **options}
-        data = call.request(given)
+        fields = put_fields(topic, queue_id, options) if type(body) is bytes else None
+        data: Any = body if fields is not None else call.request(_given(topic, body, queue_id, options))
         future: Future[SendReceipt] = Future()
 
         def answered(answer: Frame | None) -> None:
             if answer is not None:
-                _settle(future, lambda: _result(call, answer))
-            elif _may_repeat(given) and not self.closed:
+                _settle(future, lambda: _receipt(topic, options, fields, answer))
+            elif _may_repeat(options) and not self.closed:
                 self._news(again)
             else:
                 future.set_exception(self._lost())
 
         def again() -> None:
             try:
-                self._connection.park(call.code, last, data, fields={"again": "1"})
+                long = call.request(_given(topic, body, queue_id, options))
+                self._connection.park(call.code, last, long, fields={"again": "1"})
             except MQStoreError as error:
                 future.set_exception(error)
 
@@ -340,9 +343,9 @@ class RemoteBroker(BrokerContract):
             if answer is None:
                 future.set_exception(self._lost())
             else:
-                _settle(future, lambda: _result(call, answer))
+                _settle(future, lambda: result_of(call, answer))
 
-        self._connection.park(call.code, answered, data, repeat=False)
+        self._connection.park(call.code, answered, data, fields=fields, repeat=False)
         return future
 
     def _lost(self) -> ConnectionLostError:
@@ -374,7 +377,7 @@ class RemoteBroker(BrokerContract):
             if answer is None:  # closed, or there is no server any more: a read says so
                 callback(not self.closed)
             else:  # after an error, a read raises it, too
-                callback(answer.code != 0 or _result(call, answer))
+                callback(answer.code != 0 or result_of(call, answer))
 
         return self._connection.park(call.code, answered, call.request(given))
 
@@ -413,10 +416,16 @@ class RemoteBroker(BrokerContract):
         self._asked.end()
 
 
-def _result(call: Call, answer: Frame) -> Any:
-    if answer.code:
-        raise error_of(answer.code, answer.remark, answer.body)
-    return call.result(answer.body)
+def _given(topic: str, body: Body, queue_id: int | None, options: dict[str, Any]) -> dict[str, Any]:
+    return {"topic": topic, "body": body, "queue_id": queue_id, **options}
+
+
+def _receipt(topic: str, options: dict[str, Any], fields: object, answer: Frame) -> SendReceipt:
+    """Return the receipt in the answer to a put, which was short with `fields`, or raise its error."""
+    if fields is None or answer.code:
+        receipt: SendReceipt = result_of(CALLS["put"], answer)
+        return receipt
+    return receipt_of(topic, options.get("unique_key"), answer.body)
 
 
 def _chunks(bodies: Iterable[Body | OutgoingMessage]) -> Iterator[list[Body | OutgoingMessage]]:
@@ -453,8 +462,8 @@ def _at_the_end(call: Callable[..., Any], nothing: object) -> Callable[..., Any]
     return leave
 
 
-def _may_repeat(given: dict[str, Any]) -> bool:
-    return given.get("unique_key") is not None and all(given.get(name) is None for name in _DELAYS)
+def _may_repeat(options: dict[str, Any]) -> bool:
+    return options.get("unique_key") is not None and all(options.get(name) is None for name in _DELAYS)
 
 
 def _method(name: str) -> Callable[..., Any]:
@@ -464,6 +473,7 @@ def _method(name: str) -> Callable[..., Any]:
     return call
 
 
+_BY_HAND = vars(RemoteBroker).keys() | vars(ShortCalls).keys()
 for _name, _member in vars(BrokerContract).items():
-    if isinstance(_member, FunctionType) and not _name.startswith("_") and _name not in vars(RemoteBroker):
+    if isinstance(_member, FunctionType) and not _name.startswith("_") and _name not in _BY_HAND:
         setattr(RemoteBroker, _name, _method(_name))

@@ -24,11 +24,11 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import count, filterfalse
-from typing import Final
+from typing import Any, Final
 from weakref import WeakSet
 
 from mqstore.errors import ConfigError, ConnectionLostError, FormatError, MQStoreError, StoreClosedError
@@ -308,7 +308,7 @@ class Connection:
         self._open_line(time.monotonic() + self._patience_s)
 
     def call(
-        self, code: int, body: bytes = b"", *, fields: dict[str, str] | None = None, repeat: bool = False
+        self, code: int, body: bytes = b"", *, fields: Mapping[str, Any] | None = None, repeat: bool = False
     ) -> Frame:
         """Send a request and return its answer, whatever its code is. With `repeat` it is sent again if the line is
         lost meanwhile. Raises ConnectionLostError, and StoreClosedError after `close`."""
@@ -346,7 +346,7 @@ class Connection:
         answered: Answered,
         body: bytes = b"",
         *,
-        fields: dict[str, str] | None = None,
+        fields: Mapping[str, Any] | None = None,
         repeat: bool = True,
     ) -> object:
         """Send a request, and have `answered` called with its answer, in the thread that reads. Return a handle for

@@ -41,6 +41,7 @@ from mqstore.remoting.calls import (
 from mqstore.remoting.codes import GO_AWAY
 from mqstore.remoting.frames import Frame
 from mqstore.remoting.values import codec_of, dumps
+from mqstore.serve.short import Short
 
 if TYPE_CHECKING:
     from mqstore.broker.broker import Broker
@@ -101,6 +102,7 @@ class Own:
             "letters": _Letters(broker),
             "log": _Log(broker),
         }
+        self._short = Short(broker, self._do, self._when_done)
         self._special: Mapping[str, Callable[[_Session, Call, Spec, Given], None]] = {
             "session.listen": self._listen,
             "session.withdraw": self._withdraw,
@@ -158,7 +160,8 @@ class Own:
     def serve(self, call: Call) -> None:
         """Serve one call."""
         spec = BY_CODE[call.frame.code]
-        self._attempt(call, partial(self._begin, call, spec))
+        short = "topic" in call.frame.fields and call.connection in self._sessions
+        self._attempt(call, partial(self._short.serve if short else self._begin, call, spec))
 
     def _begin(self, call: Call, spec: Spec) -> None:
         given = spec.arguments(call.frame.body)

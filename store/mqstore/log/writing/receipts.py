@@ -102,6 +102,21 @@ class SendReceipts(Sequence[SendReceipt]):
         self._chunks.append((self._count, offset, physical_offset, sizes, store_timestamp_ms))
         self._count += len(sizes)
 
+    @property
+    def queue(self) -> QueueRef:
+        """Topic and queue id of all."""
+        return self._queue
+
+    @property
+    def host(self) -> bytes:
+        """Store host, encoded."""
+        return self._host
+
+    def chunks(self) -> Iterator[tuple[int, int, npt.NDArray[np.int64], int]]:
+        """Yield the arguments of each `add`."""
+        for _, *chunk in self._chunks:
+            yield tuple(chunk)  # type: ignore[misc]  # of four
+
     def __len__(self) -> int:
         return self._count
 

@@ -88,6 +88,8 @@ class Pops(Reads):
         self, group: str, topic: str, n: int = 1, *, invisible: Duration = 60, poll: Duration = 0, **options: Any
     ) -> list[Delivery]:
         """Deliver messages (`BrokerContract.pop`). `local`, `durability` and `skip_acked` have no effect."""
+        if acks := options.pop("acks", ()):
+            self.ack(group, topic, acks)
         if not 1 <= n <= MAX_BATCH:
             raise ConfigError(f"n must be 1 to {MAX_BATCH}, got {n}")
         options = {"queue_id": -1, "filter": None, "order": False, "start": None, "attempt_id": None, **options}
