@@ -37,7 +37,7 @@ DIFFERENCES: Final[dict[str, Difference]] = {
     "poison messages": Difference("handled one at a time after a crash", "not known after a crash"),
     "members": Difference("a member of another mode or subscription is refused", "accepted, as RocketMQ does"),
     "retry=": Difference("the group's policy from then on", "the same, and needs the right to change groups"),
-    "lag": Difference("with deliveries in flight and retries", "what is not committed"),
+    "lag": Difference("with deliveries in flight and retries", "messages that are not committed"),
     'durability="flush"': Difference("each message", "the brokers' flushDiskType"),
     "delay, deliver_at": Difference("any time", "needs timerWheelEnable; without it one of the brokers' levels"),
     "recall": Difference("yes", "needs recallMessageEnable"),
