@@ -167,16 +167,7 @@ class Queue:
         self._visibility_ms = _visibility_ms(visibility)
         self._shut: str = ""
         """State: "" is open, "put" allows no puts, "all" allows neither puts nor gets."""
-        self._changed = Condition()
-        """Notified when an item was settled, or the queue was shut."""
-        self._waiting = 0
-        """Number of threads that wait for that."""
-        self._callbacks: set[Callable[[], object]] = set()
-        """Functions to call then, once."""
-        self._waits = Waits(broker, name, order=ordered)
-        """Waits of the threads in `get`."""
-        self._log = LimitedLog(f"group {name}", broker.clock)
-        self._context = LeaseContext(broker, name, self._log, self._settled)
+        self._begin()
         self._coming: tuple[int, str] | None = None
         """Due time (wall ms) and unique key of the last delayed item that was put here."""
         self._last = _Last()
@@ -196,6 +187,20 @@ class Queue:
         if retry is not None:
             broker.members.set_retry("this Queue", name, retry)
         begin_in(broker, name, name, "earliest")
+
+    def _begin(self) -> None:
+        """Create locks and waits. Repeated in a forked child if that may use the queue, as it may that of a server."""
+        broker, name = self._broker, self.name
+        self._changed = Condition()
+        """Notified when an item was settled, or the queue was shut."""
+        self._waiting = 0
+        """Number of threads that wait for that."""
+        self._callbacks: set[Callable[[], object]] = set()
+        """Functions to call then, once."""
+        self._waits = Waits(broker, name, order=self._ordered)
+        """Waits of the threads in `get`."""
+        self._log = LimitedLog(f"group {name}", broker.clock)
+        self._context = LeaseContext(broker, name, self._log, self._settled)
 
     # -- in ---------------------------------------------------------------------------------------------------------
 

@@ -160,6 +160,7 @@ class Store(Closing, Sending):
         self._pid = os.getpid()
         self._consumers: WeakSet[PullConsumer | PushConsumer | SimpleConsumer] = WeakSet()
         self._producers: WeakSet[Producer] = WeakSet()
+        self._queues: WeakSet[Queue] = WeakSet()
         self._servers: list[ServerThread] = []
 
     def _register(self) -> None:
@@ -416,7 +417,9 @@ class Store(Closing, Sending):
     @_takes_options_of(Queue)
     def queue(self, *args: Any, **options: Any) -> Queue:
         """Return a persistent queue with the verbs of `queue.Queue`. See `Queue`."""
-        return Queue(self.broker, *args, **options)
+        queue = Queue(self.broker, *args, **options)
+        self._queues.add(queue)
+        return queue
 
     @_takes_options_of(Producer)
     def producer(self, *args: Any, **options: Any) -> Producer:

@@ -59,18 +59,24 @@ def test_workers_of_a_pool_share_one_queue(tmp_path: Path, method: str) -> None:
 
 def test_workers_forked_after_the_opening_share_the_store(tmp_path: Path) -> None:
     with mqstore.open(tmp_path / "mq", shared=True) as store:
-        store.put("numbers", b"0")
+        jobs = store.queue("jobs")
+        waiting = threading.Thread(target=jobs.get)
+        waiting.start()
 
         def work() -> None:
             for number in range(20):
                 store.put("numbers", b"%d" % number)
+            with jobs.get(timeout=20):
+                pass
             with store.queue("jobs").get(timeout=20):
                 pass
             store.close()
 
         pids = [fork(work) for _ in range(4)]
-        store.queue("jobs").put_many([b"x"] * 4)
+        jobs.put_many([b"x"] * 9)
         assert ended_well(pids)
+        waiting.join(20)
+        store.put("numbers", b"0")
         store.put("numbers", b"0")
     assert bodies(tmp_path / "mq")[b"0"] == 6
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn
+from weakref import WeakSet
 
 from mqstore.errors import ConfigError, ConnectionLostError, MQStoreError, NotSupportedError
 from mqstore.layout.jsontext import decode
@@ -26,6 +27,18 @@ from mqstore.signalsafe import Bell
 from mqstore.store import Store
 
 _ANNOUNCEMENT = "serve.json"
+
+
+_stores: WeakSet[RemoteStore] = WeakSet()
+
+
+def _begin_child() -> None:
+    for store in list(_stores):
+        for queue in list(store._queues):
+            queue._begin()
+
+
+os.register_at_fork(after_in_child=_begin_child)
 
 
 class _Queue:
@@ -119,6 +132,7 @@ class RemoteStore(Store):
         self._broker = broker
         self.log: Any = RemoteLog(broker)
         self._register()
+        _stores.add(self)
 
     def _refuse_here(self, name: str, instead: str) -> NoReturn:
         raise ConfigError(f"{name} needs the files of {self.path}, which a server has open: {instead}")
