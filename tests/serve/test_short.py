@@ -106,7 +106,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def remote(store: Store) -> Iterator[RemoteBroker]:
-    serving = Serving(store)
+    serving = Serving(store.broker)
     broker = RemoteBroker(serving.address)
     yield broker
     broker.close()

@@ -100,8 +100,8 @@ def test_certificate_without_its_key_is_refused(tmp_path: Path) -> None:
 
 
 def test_command_serves_tls(tmp_path: Path) -> None:
-    with started(tmp_path / "mq", "--listen", "127.0.0.1:0", "--tls-cert", PEM) as (server, address):
-        with secured(address) as client:
-            assert client.ask(SEND, ORDERS, b"hello").code == 0
-            server.terminate()
-            assert server.wait(20) == 0
+    arguments = (tmp_path / "mq", "--listen", "127.0.0.1:0", "--tls-cert", PEM)
+    with started(*arguments) as (server, address), secured(address) as client:
+        assert client.ask(SEND, ORDERS, b"hello").code == 0
+        server.terminate()
+        assert server.wait(20) == 0

@@ -1,4 +1,4 @@
-"""Who may do what: users with a secret, and rights on topics and groups (remoting-server, section 18).
+"""Rights of users with a secret, and rights on topics and groups (remoting-server, section 18).
 
 The file is TOML, readable only by its owner. A name may end with `*`::
 
@@ -12,9 +12,9 @@ The file is TOML, readable only by its owner. A name may end with `*`::
     secret = "another one"
     admin = true                        # everything
 
-A request is signed: base64 of HMAC-SHA1 over the values of its fields in the order of their names, and its body. Nothing
-in it is fresh, so it can be repeated by somebody who has read it: TLS hides it. Connections of the Unix socket need no
-signature. A request that `_NEEDS` does not name is for administrators.
+A request is signed: base64 of HMAC-SHA1 over the values of its fields in the order of their names, and its body.
+Nothing in it is fresh, so somebody who has read it can repeat it, and TLS hides it. Connections of the Unix socket need
+no signature. A request that `_NEEDS` does not name is for administrators.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _needs(call: Call) -> Needs:
 
 
 def _reduce(frame: Frame, user: _User, key: str) -> None:
-    """Leave in a heartbeat what the user may consume."""
+    """Leave in a heartbeat only the groups and topics that the user may consume."""
     body = loads(frame.body)
     kept, dropped = [], []
     try:
