@@ -310,7 +310,7 @@ class RemoteBroker(ShortCalls, BrokerContract):
         receipts: list[SendReceipt] = []
         for chunk in _chunks(bodies):
             try:
-                receipts += self._call("put_many", (topic, chunk), {"queue_id": queue_id, **options})
+                receipts += super().put_many(topic, chunk, queue_id=queue_id, **options)
             except MQStoreError as error:
                 error.receipts = [*receipts, *error.receipts]
                 raise

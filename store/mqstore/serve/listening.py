@@ -271,7 +271,7 @@ class Listening:
                 lambda: Connection(self._server), accepted, ssl=tls, ssl_handshake_timeout=limit_s
             )
         except OSError as error:  # also of TLS, and after the time
-            _log.warning("a connection is refused: %s", error or "its client was silent")
+            _log.warning("a connection is refused: %s", str(error) or "its client was silent")
             accepted.close()
         except BaseException:
             accepted.close()
