@@ -21,8 +21,9 @@ from mqstore.serve import Server
 ADMINISTRATION = {
     "": ("change_invisible", "delete_group", "reset", "run_once", "save", "stats", "wait", "prometheus"),
     "topics": ("alter", "configs", "delete", "ensure"),
-    "groups": ("alter", "delete", "names"),
+    "groups": ("alter", "delete", "forbid", "names"),
     "members": ("groups", "subscriptions"),
+    "transactions": ("begin", "open_count", "open_transactions"),
 }
 """Methods that tests call and no client does."""
 
@@ -64,6 +65,11 @@ class ConnectedBroker(remote.RemoteBroker):
         self.serving = Serving(behind)
         super().__init__(self.serving.address)
         administer(self, behind)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") or name.startswith("__") or "behind" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.behind, name)
 
     def _call(self, name: str, args: Any, options: Any) -> Any:
         try:
@@ -139,6 +145,9 @@ def administer(broker: Any, behind: Any) -> None:
 
     broker.clock, broker.own_clock = behind.clock, behind.own_clock
     broker.settle = lambda: settle(broker)
+    broker.offsets_folder = behind.store.path
+    for table in ("topics", "groups"):
+        getattr(broker, table).on_change = getattr(behind, table).on_change
     for table, names in ADMINISTRATION.items():
         target, source = (getattr(each, table) if table else each for each in (broker, behind))
         for name in names:

@@ -178,7 +178,7 @@ def pulls(consumer: PushConsumer) -> dict[QueueRef, list[str]]:
             timers["restart" if call.func == engine._restart else "timer", id(call.args[0])] += 1
     found: dict[QueueRef, list[str]] = {}
     for ref, queue in engine._queues.items():
-        places = ["waiting"] if queue.waiter is not None and queue.waiter.places else []
+        places = ["waiting"] if queue.waiter is not None and getattr(queue.waiter, "places", True) else []
         places += ["full"] * queue.throttled + ["paused"] * queue.parked + ["timer"] * timers["timer", id(queue)]
         if queue.dropped:  # whatever was to pull it finds it closed; who begins it anew is what counts
             places = []

@@ -184,6 +184,7 @@ def behind(broker: Broker) -> Broker:
 
 def parked(broker: Broker) -> int:
     """Return the number of parked readers and receivers."""
+    getattr(broker, "settle", lambda: None)()
     return len(behind(broker)._waiters.parked)
 
 

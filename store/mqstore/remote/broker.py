@@ -123,6 +123,8 @@ class RemoteBroker(ShortCalls, BrokerContract):
         self.ack_at_once = lambda *args: 0
         self.has_room = lambda size: False
         self.begun = _NoNotes()
+        self.offsets_folder: Path | None = None
+        """Folder of the offsets of broadcasting clients. None: one of the user's, by the id of the store."""
         self._begin()
         tables: Any = {table: _Table(table, self._forwarded) for table in TABLES}
         vars(self).update({table: tables[table] for table in ("topics", "groups", "members", "locks", "transactions")})
@@ -390,7 +392,7 @@ class RemoteBroker(ShortCalls, BrokerContract):
 
     def local_offsets(self, client_id: str, group: str) -> OffsetCalls:
         folder: Any = SimpleNamespace(
-            path=Path.home() / ".mqstore" / "offsets" / self._store_id,
+            path=self.offsets_folder or Path.home() / ".mqstore" / "offsets" / self._store_id,
             mode="rw",
             fs=REAL,
             clock=self.clock,

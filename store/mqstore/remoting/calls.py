@@ -351,7 +351,13 @@ class Call:
         if unknown := values.keys() - self._codecs.keys():
             raise ConfigError(f"{self.name} has no argument {min(unknown)!r}; this server may be older than its client")
         self._check_complete(values, ConfigError)
-        return {name: self._codecs[name].read(value, blobs) for name, value in values.items()}
+        given = {}
+        for name, value in values.items():
+            try:
+                given[name] = self._codecs[name].read(value, blobs)
+            except FormatError as error:
+                raise ConfigError(f"{self.method}: {name} is wrong, {error}") from None
+        return given
 
     def answer(self, result: Any) -> bytes:
         """Return the body of an answer."""
