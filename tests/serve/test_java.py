@@ -48,3 +48,25 @@ def test_java_clients(tmp_path: Path, jars: Path, binary: bool) -> None:
         )
     lines = [line for line in done.stdout.splitlines() if line.startswith(("ok ", "FAILED "))]
     assert lines == [f"ok {name}" for name in scenarios if not ONLY or name in ONLY], done.stderr
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not CLIENTS, reason="needs a JDK and Maven: make conformance")
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize("jars", [path for path in CLIENTS if "-client-5" in path.name], ids=lambda path: path.name)
+def test_java_clients_with_access_keys(tmp_path: Path, jars: Path, tls: bool) -> None:
+    source = Path(__file__).parent / "java" / "Secured.java"
+    subprocess.run(["javac", "-cp", f"{jars}/*", "-d", tmp_path, source], check=True)
+    users = tmp_path / "users.toml"
+    users.touch(0o600)
+    users.write_text(
+        "[shop]\nsecret = 'secret of shop'\npub = ['orders']\n"
+        "[books]\nsecret = 'secret of books'\nsub = ['orders']\ngroups = ['billing']\n"
+    )
+    options = ["--listen", "127.0.0.1:0", "--auth", users, "--tls-cert", Path(__file__).parent / "localhost.pem"]
+    with started(tmp_path / "mq", *options) as (_, (host, port)):
+        command = ["java", f"-Duser.home={tmp_path}", f"-Dtls.enable={str(tls).lower()}", "-cp", f"{tmp_path}:{jars}/*"]
+        done = subprocess.run(
+            [*command, "Secured", f"{host}:{port}"], capture_output=True, text=True, check=True, timeout=200
+        )
+    assert done.stdout.splitlines()[-3:] == ["consumed true", "other topic false", "wrong secret false"], done.stderr

@@ -1,4 +1,4 @@
-"""Rights of users with a secret, and rights on topics and groups (remoting-server, section 18).
+"""Access keys: users with a secret, and their rights on topics and groups (remoting-server, section 18).
 
 The file is TOML, readable only by its owner. A name may end with `*`::
 
