@@ -88,3 +88,20 @@ def test_sends_stay_in_order_while_their_topic_is_created(store: Store) -> None:
         sends = [client.send(SEND, ORDERS, body) for body in bodies]
         assert {client.answer(send).code for send in sends} == {0}
     assert [message.body for message in store.iter("orders", 0)] == bodies
+
+
+def test_what_own_clients_create_is_not_written_in_the_loop(store: Store, threads: list[str]) -> None:
+    store.create_topic("orders")
+    with serving(store) as (host, port), mqstore.connect(f"{host}:{port}") as client:
+        threads.clear()
+        client.put("t1", b"short")
+        client.put("t2", b"long", properties={"a": "b"})
+        client.put_many("t3", [b"many"])
+        client.put("orders", b"later", delay=600)
+        client.broker.commit("g1", "orders", 0, 0)
+        assert client.broker.pop("g2", "orders", 1) == []
+        with pytest.raises(mqstore.errors.InvalidMessageError):
+            client.put("a b", b"")
+        assert not [each for each in threads if each.startswith("Thread-")], threads
+    assert {"orders", "t1", "t2", "t3"} <= set(store.topics())
+    assert {"g1", "g2"} <= set(store.broker.groups.names())

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mqstore.broker.names import RETRY_PREFIX, SCHEDULE_TOPIC, TIMER_TOPIC, is_retry_topic, retry_topic
 from mqstore.errors import MQStoreError, StoreBusyError
@@ -35,12 +35,12 @@ _log = logging.getLogger("mqstore")
 _QUEUES_MAX: Final = 8
 """Queues of a topic that a send creates: RocketMQ's limit, whatever the producer asks for."""
 _MINUTE_S: Final = 60
-_DELAYS: Final = (f"{DELAY}\x01", "TIMER_")
+_DELAY, _TIMER = f"{DELAY}\x01", "TIMER_"
 """Parts of the properties of a delayed message."""
 
 
 class Wanted(NamedTuple):
-    """A topic, or with `kind` "group" a group."""
+    """A group or a topic: "group", "topic", "own topic" of the engine, or "sent topic" with default queues."""
 
     kind: str
     name: str
@@ -57,6 +57,8 @@ class Wanted(NamedTuple):
             broker.groups.require(self.name)
         elif self.kind == "own topic":
             broker.topics.ensure(self.name, self.queues)
+        elif self.kind == "sent topic":
+            broker.topics.for_send(self.name)
         else:
             broker.topics.create(self.name, queues=self.queues)
 
@@ -81,6 +83,10 @@ class Creation:
         self._created = 0
         """Number of topics and groups created in this minute."""
 
+    def may_lack(self, topic: str) -> bool:
+        """Return True unless a topic exists and nothing is being created. For the path of each message."""
+        return bool(self._pending) or self._server.broker.topics.entered(topic) is None
+
     def before(self, call: Call, then: Callable[[], object]) -> None:
         """Call `then` once everything that the request wants exists."""
         if (find := _WANTED.get(call.frame.code)) is None:
@@ -90,7 +96,7 @@ class Creation:
         else:
             self.ensure(call, find(self._server, call), then)
 
-    def _before_heartbeat(self, call: Call, wanted: Iterable[Wanted], then: Callable[[], object]) -> None:
+    def _before_heartbeat(self, call: Call, wanted: Sequence[Wanted], then: Callable[[], object]) -> None:
         """A heartbeat is never refused: an error is only logged."""
 
         def attempt(result: Callable[[], object]) -> None:
@@ -105,7 +111,7 @@ class Creation:
     def ensure(
         self,
         call: Call,
-        wanted: Iterable[Wanted],
+        wanted: Sequence[Wanted],
         then: Callable[[], object],
         *,
         attempt: Callable[[Callable[[], object]], object] | None = None,
@@ -113,6 +119,9 @@ class Creation:
         """Call `then` once all of `wanted` exist. Raises StoreBusyError if too many were created in this minute.
         `attempt` gets `then`, or a function that raises the error of the creation. By default the error is the
         answer."""
+        if not wanted:
+            then()
+            return
         server, broker = self._server, self._server.broker
         missing = [each for each in wanted if (each.kind, each.name) in self._pending or not each.exists(broker)]
         if not missing:
@@ -151,10 +160,10 @@ def _of_send(server: Server, call: Call) -> list[Wanted]:
     values = call.values
     topic: str = values["topic"]
     text: str = call.frame.body.decode("latin-1") if values["batch"] else values["properties"] or ""
-    wanted = delay_topics(server.broker) if any(name in text for name in _DELAYS) else []
+    wanted = delay_topics(server.broker) if _DELAY in text or _TIMER in text else []
     if is_retry_topic(topic):
-        return [*wanted, Wanted("group", topic.removeprefix(RETRY_PREFIX)), own_topic(topic)]
-    if values["defaultTopic"] == DEFAULT_TOPIC and server.auto_create:
+        wanted += [Wanted("group", topic.removeprefix(RETRY_PREFIX)), own_topic(topic)]
+    elif server.creation.may_lack(topic) and values["defaultTopic"] == DEFAULT_TOPIC and server.auto_create:
         wanted.append(Wanted("topic", topic, max(1, min(values["defaultTopicQueueNums"], _QUEUES_MAX))))
     return wanted
 
@@ -174,6 +183,22 @@ def _group(server: Server, call: Call) -> list[Wanted]:
     return [Wanted("group", call.values["consumerGroup"])]
 
 
+def of_own(server: Server, name: str, given: Mapping[str, Any]) -> list[Wanted]:
+    """Return the names that a call of mqstore's own clients may create: `given` has its arguments."""
+    wanted = [] if _OWN_DELAYS.isdisjoint(given) else delay_topics(server.broker)
+    if (kind := _OWN.get(name)) is not None and type(value := given.get(kind)) is str:
+        if kind == "group":
+            wanted.append(Wanted(kind, value))
+        elif server.creation.may_lack(value) and server.auto_create:
+            wanted.append(Wanted("sent topic", value))
+    return wanted
+
+
+_OWN: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("put", "put_many"), "topic"),
+    **dict.fromkeys(("commit", "read", "start_of", "pop", "add_pop_waiter"), "group"),
+}
+_OWN_DELAYS: Final = frozenset(("delay", "deliver_at", "delay_level"))
 _WANTED: Final[Mapping[int, Callable[[Server, Call], list[Wanted]]]] = {
     **dict.fromkeys((Code.SEND_MESSAGE, Code.SEND_MESSAGE_V2, Code.SEND_BATCH_MESSAGE), _of_send),
     **dict.fromkeys((Code.PULL_MESSAGE, Code.LITE_PULL_MESSAGE, Code.POP_MESSAGE, Code.UPDATE_CONSUMER_OFFSET), _group),

@@ -41,6 +41,7 @@ from mqstore.remoting.calls import (
 from mqstore.remoting.codes import GO_AWAY
 from mqstore.remoting.frames import Frame
 from mqstore.remoting.values import codec_of, dumps
+from mqstore.serve.creation import of_own
 from mqstore.serve.short import Short
 
 if TYPE_CHECKING:
@@ -161,7 +162,16 @@ class Own:
         """Serve one call."""
         spec = BY_CODE[call.frame.code]
         short = "topic" in call.frame.fields and call.connection in self._sessions
-        self._attempt(call, partial(self._short.serve if short else self._begin, call, spec))
+        if short:
+            serve = partial(self._short.serve, call, spec)
+            self._attempt(call, partial(self._once_created, call, spec, call.frame.fields, serve))
+        else:
+            self._attempt(call, partial(self._begin, call, spec))
+
+    def _once_created(self, call: Call, spec: Spec, given: Mapping[str, Any], work: Callable[[], object]) -> None:
+        """Do `work` once the topic and the group of the call exist: the loop does not wait for the files of tables."""
+        wanted = () if spec.thread else of_own(self._server, spec.name, given)
+        self._server.creation.ensure(call, wanted, work, attempt=partial(self._attempt, call))
 
     def _begin(self, call: Call, spec: Spec) -> None:
         given = spec.arguments(call.frame.body)
@@ -173,9 +183,10 @@ class Own:
         elif session is None:
             raise ConfigError(f"{spec.name}: the first call of a connection must be hello")
         elif (special := self._special.get(spec.name)) is not None:
-            special(session, call, spec, given)
+            self._once_created(call, spec, given, partial(special, session, call, spec, given))
         else:
-            self._do(call, spec, given, partial(self._method(spec), **given))
+            do = partial(self._do, call, spec, given, partial(self._method(spec), **given))
+            self._once_created(call, spec, given, do)
 
     def _method(self, spec: Spec) -> Callable[..., Any]:
         found: Callable[..., Any] = getattr(self._objects[spec.table], spec.method)
