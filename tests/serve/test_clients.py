@@ -17,7 +17,7 @@ from mqstore import Store, StoreConfig
 from mqstore.engine import SimulatedClock
 from mqstore.errors import NotPermittedError, SubscriptionConflictError
 from mqstore.layout.record import decode_record
-from tests.serve.support import HEART_BEAT, ORDERS, PULL, PULL_ORDERS, SEND, Client, serving
+from tests.serve.support import HEART_BEAT, ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, Client, serving
 
 LOCK, REPLY, RECALL = 41, 325, 370
 
@@ -248,6 +248,20 @@ def test_recall_of_a_delivered_message_is_refused(client: Client, store: Store) 
     handle = client.ask(SEND, ORDERS | {"i": "TIMER_DELAY_MS\x011\x02"}, b"now").fields["recallHandle"]
     assert client.ask(PULL, PULL_ORDERS | {"sysFlag": 6, "suspendTimeoutMillis": 20_000}).code == 0
     assert client.ask(RECALL, {"topic": "orders", "recallHandle": handle}).code == 604
+
+
+@pytest.mark.parametrize("topic", ["ns%orders", "RMQ_SYS_TRACE_TOPIC"])
+def test_clients_send_to_namespaces_and_traces(client: Client, store: Store, topic: str) -> None:
+    client.ask(ROUTE, {"topic": topic})
+    assert client.ask(SEND, ORDERS | {"b": topic}, b"a").code == 0
+    client.heartbeat("c1", "ns%billing", **{topic: "*"})
+    pull = PULL_ORDERS | {"topic": topic, "consumerGroup": "ns%billing", "sysFlag": 2, "suspendTimeoutMillis": 20_000}
+    assert decode_record(client.ask(PULL, pull).body).body == b"a"
+
+
+@pytest.mark.parametrize("topic", ["%orders", "orders%", "a%%b", "%LMQ%orders"])
+def test_names_of_the_engine_are_refused(client: Client, store: Store, topic: str) -> None:
+    assert client.ask(SEND, ORDERS | {"b": topic}, b"a").code == 13
 
 
 def test_topic_known_only_by_its_messages_takes_sends_of_any_model(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ CLIENTS = [Path(path).absolute() for path in os.environ.get("MQSTORE_ROCKETMQ_CL
 """Folders with the jars of one version each."""
 SCENARIOS = [
     "send", "push", "filters", "delay", "retry", "order", "poison", "broadcast", "litepull", "transactions", "members",
-    "pull",
+    "pull", "namespace", "trace",
 ]  # fmt: skip
 PROGRAMS = {
     "3": (["Clients3"], ["send", "push", "retry", "order", "delay", "pull"]),

@@ -1,6 +1,6 @@
 """Reserved names: system topics and groups, retry and dead-letter topics (delivery#system-names).
 
-A user may not send to a system topic, or create a name with `%` or `|`, which are reserved for the engine.
+A user may not send to a system topic, or create a name that begins with `%`, which is reserved for the engine.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ _SYSTEM_TOPICS = frozenset(
     }
 )
 _SYSTEM_GROUP_PREFIX = "CID_RMQ_SYS_"
-_USER_NAME = re.compile(r"[a-zA-Z0-9_-]+")
+_USER_NAME = re.compile(r"[a-zA-Z0-9_-]+(?:%[a-zA-Z0-9_-]+)*")
+"""With namespaces of RocketMQ's clients, as in `ns%orders`. The engine's own names begin with `%`."""
 
 
 class QueueKey(NamedTuple):
@@ -158,7 +159,9 @@ def check_user_topic(topic: object) -> str:
         raise InvalidMessageError(f"topic must be a str, not {type(topic).__name__}", "topic")
     if not _USER_NAME.fullmatch(topic) or len(topic) > MAX_TOPIC:
         raise InvalidMessageError(
-            f"topic {topic[:150]!r} must be 1 to {MAX_TOPIC} letters, digits, '_' and '-'", "topic"
+            f"topic {topic[:150]!r} must be 1 to {MAX_TOPIC} letters, digits, '_' and '-', and may have a namespace "
+            "before a '%'",
+            "topic",
         )
     if is_system_topic(topic):
         raise NotPermittedError(f"topic {topic!r} is a system topic; choose another name")
@@ -170,7 +173,10 @@ def check_group(group: object) -> str:
     if not isinstance(group, str):
         raise ConfigError(f"group must be a str, not {type(group).__name__}")
     if not _USER_NAME.fullmatch(group) or len(group) > MAX_GROUP:
-        raise ConfigError(f"group {group[:150]!r} must be 1 to {MAX_GROUP} letters, digits, '_' and '-'")
+        raise ConfigError(
+            f"group {group[:150]!r} must be 1 to {MAX_GROUP} letters, digits, '_' and '-', and may have a "
+            "namespace before a '%'"
+        )
     if group == _NO_GROUP:
         raise ConfigError(f"group {group!r} means no group in RocketMQ; choose another name")
     return group

@@ -23,7 +23,7 @@ from mqstore.layout.properties import DELAY
 from mqstore.remoting.codes import Code
 from mqstore.remoting.shapes import loads
 from mqstore.serve.registry import consumers_of
-from mqstore.serve.routes import DEFAULT_TOPIC
+from mqstore.serve.routes import DEFAULT_TOPIC, TRACE_TOPIC
 
 if TYPE_CHECKING:
     from mqstore.broker.broker import Broker
@@ -163,6 +163,8 @@ def _of_send(server: Server, call: Call) -> list[Wanted]:
     wanted = delay_topics(server.broker) if _DELAY in text or _TIMER in text else []
     if is_retry_topic(topic):
         wanted += [Wanted("group", topic.removeprefix(RETRY_PREFIX)), own_topic(topic)]
+    elif topic == TRACE_TOPIC:
+        wanted.append(own_topic(topic))
     elif server.creation.may_lack(topic) and values["defaultTopic"] == DEFAULT_TOPIC and server.auto_create:
         wanted.append(Wanted("topic", topic, max(1, min(values["defaultTopicQueueNums"], _QUEUES_MAX))))
     return wanted
@@ -176,7 +178,8 @@ def _of_heartbeat(server: Server, call: Call) -> list[Wanted]:
 
 def _of_route(server: Server, call: Call) -> list[Wanted]:
     # Otherwise the first retry of a new group waits until its consumers ask again, 30 s later.
-    return [own_topic(topic)] if is_retry_topic(topic := call.values["topic"]) else []
+    topic: str = call.values["topic"]
+    return [own_topic(topic)] if is_retry_topic(topic) or topic == TRACE_TOPIC else []
 
 
 def _group(server: Server, call: Call) -> list[Wanted]:
@@ -201,7 +204,8 @@ _OWN: Final[Mapping[str, str]] = {
 _OWN_DELAYS: Final = frozenset(("delay", "deliver_at", "delay_level"))
 _WANTED: Final[Mapping[int, Callable[[Server, Call], list[Wanted]]]] = {
     **dict.fromkeys((Code.SEND_MESSAGE, Code.SEND_MESSAGE_V2, Code.SEND_BATCH_MESSAGE), _of_send),
-    **dict.fromkeys((Code.PULL_MESSAGE, Code.LITE_PULL_MESSAGE, Code.POP_MESSAGE, Code.UPDATE_CONSUMER_OFFSET), _group),
+    **dict.fromkeys((Code.PULL_MESSAGE, Code.LITE_PULL_MESSAGE, Code.POP_MESSAGE, Code.NOTIFICATION), _group),
+    Code.UPDATE_CONSUMER_OFFSET: _group,
     Code.HEART_BEAT: _of_heartbeat,
     Code.GET_ROUTEINFO_BY_TOPIC: _of_route,
 }

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 DEFAULT_TOPIC: Final = "TBW102"
 """Topic that a producer names as the model of topics that do not exist."""
+TRACE_TOPIC: Final = "RMQ_SYS_TRACE_TOPIC"
+"""System topic to which clients that trace their messages send."""
 _DEFAULT_QUEUES: Final = 8
 _MASTER: Final = "0"
 """Id of the only broker, as a key of its addresses."""

@@ -17,7 +17,7 @@ from mqstore.log.commitlog import SendReceipt
 from mqstore.remoting.codes import Code
 from mqstore.remoting.shapes import batch_items, properties_of
 from mqstore.serve.creation import own_topic
-from mqstore.serve.routes import DEFAULT_TOPIC
+from mqstore.serve.routes import DEFAULT_TOPIC, TRACE_TOPIC
 from mqstore.serve.transactions import prepare
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _queue(server: Server, call: Call) -> int:
     topics = server.broker.topics
     if topics.get(topic) is None and values["defaultTopic"] != DEFAULT_TOPIC:  # it may be known only by its messages
         raise TopicNotFoundError(f"there is no topic {topic!r}, and {values['defaultTopic']!r} is not its model")
-    config = topics.for_send(topic)
+    config = topics.require(topic) if topic == TRACE_TOPIC else topics.for_send(topic)
     if queue_id < 0:
         return server.turns.next(topic, config.write_queues)
     if queue_id >= max(config.write_queues, config.read_queues):

@@ -58,6 +58,8 @@ public class Clients {
         scenario("transactions", Clients::transactions);
         scenario("members", Clients::members);
         scenario("pull", Clients::pull);
+        scenario("namespace", Clients::namespace);
+        scenario("trace", Clients::trace);
         try { // compiled only for clients of 5.x
             Class.forName("Clients5").getDeclaredMethod("scenarios").invoke(null);
         } catch (ClassNotFoundException older) {
@@ -349,6 +351,52 @@ public class Clients {
         consumer.shutdown();
         String text = new String(reply.getBody(), StandardCharsets.UTF_8);
         return text.equals("re: hello") ? null : text;
+    }
+
+    @SuppressWarnings("deprecation")
+    static String namespace() throws Exception {
+        DefaultMQProducer spaced = new DefaultMQProducer("spaced");
+        spaced.setNamesrvAddr(server);
+        spaced.setNamespace("ns");
+        spaced.start();
+        DefaultMQPushConsumer consumer = consumer("spaced", "ns"), outside = consumer("spaced", "outside");
+        consumer.setNamespace("ns");
+        consumer.subscribe("spaces", "*");
+        spaced.send(message("spaces", "a", "inside"));
+        producer.send(message("spaces", "a", "outside"));
+        List<Integer> attempts = Collections.synchronizedList(new ArrayList<>());
+        List<String> seen = Collections.synchronizedList(new ArrayList<>());
+        consumer.registerMessageListener((MessageListenerConcurrently) (messages, context) -> {
+            attempts.add(messages.get(0).getReconsumeTimes());
+            context.setDelayLevelWhenNextConsume(1);
+            if (attempts.size() == 1) return ConsumeConcurrentlyStatus.RECONSUME_LATER;
+            for (MessageExt message : messages) seen.add(message.getTopic() + " " + text(message));
+            return ConsumeConcurrentlyStatus.CONSUME_SUCCESS;
+        });
+        consumer.start();
+        outside.subscribe("spaces", "*");
+        List<String> others = collect(outside);
+        until(40, () -> seen.size() >= 1 && others.size() >= 1);
+        Thread.sleep(300);
+        for (DefaultMQPushConsumer member : List.of(consumer, outside)) member.shutdown();
+        spaced.shutdown();
+        boolean right = seen.equals(List.of("spaces inside")) && attempts.equals(List.of(0, 1)) && others.equals(List.of("outside"));
+        return right ? null : seen + " " + attempts + " " + others;
+    }
+
+    static String trace() throws Exception {
+        DefaultMQProducer traced = new DefaultMQProducer("traced", null, true, null);
+        traced.setNamesrvAddr(server);
+        traced.setInstanceName("traced");
+        traced.start();
+        SendResult sent = traced.send(message("traced", "a", "seen"));
+        DefaultMQPushConsumer consumer = consumer("tracers", "one");
+        consumer.subscribe("RMQ_SYS_TRACE_TOPIC", "*");
+        List<String> seen = collect(consumer);
+        boolean came = until(60, () -> seen.toString().contains(sent.getMsgId()));
+        traced.shutdown();
+        consumer.shutdown();
+        return came ? null : seen.toString();
     }
 
     static String transactions() throws Exception {

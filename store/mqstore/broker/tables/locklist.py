@@ -4,9 +4,8 @@
     killed          locks are gone, but an ordered client of a server continues with its messages for up to 30 s
     started again   for 60 s only these clients get locks in their groups
 
-So no other member gets the queue of a client that still works on it. The file `config/locks.json`::
-
-    {"locks": {group: [client id]}}
+So no other member gets the queue of a client that still works on it. The member `locks` of `config/locks.json` has the
+client ids by group.
 """
 
 from __future__ import annotations

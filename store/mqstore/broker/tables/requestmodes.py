@@ -1,8 +1,6 @@
 """Request modes of groups: which clients of RocketMQ pull a topic, and which pop it (delivery#request-modes).
 
-`config/messageRequestMode.json` has RocketMQ's shape::
-
-    {"messageRequestModeMap": {topic: {group: {"topic", "consumerGroup", "mode", "popShareQueueNum"}}}}
+`config/messageRequestMode.json` has RocketMQ's shape (format#json-files).
 """
 
 from __future__ import annotations
