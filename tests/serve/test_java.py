@@ -19,7 +19,7 @@ SCENARIOS = [
 PROGRAMS = {
     "3": (["Clients3"], ["send", "push", "retry", "order", "delay", "pull"]),
     "4": (["Clients"], [*SCENARIOS, "requests"]),
-    "5": (["Clients", "Clients5"], [*SCENARIOS, "timer", "pop", "codecs"]),
+    "5": (["Clients", "Clients5"], [*SCENARIOS, "timer", "pop", "codecs", "reset"]),
 }
 """Classes, the main one first, and scenarios, by the major version of the client."""
 ONLY = os.environ.get("SCENARIOS", "").split()

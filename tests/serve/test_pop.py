@@ -17,7 +17,7 @@ from mqstore.engine import SimulatedClock
 from mqstore.layout.record import Record, decode_record
 from mqstore.remoting.frames import Frame
 from mqstore.serve import Server
-from tests.serve.support import ROUTE, Client, Limits, serving
+from tests.serve.support import ORDERS, ROUTE, SEND, Client, Limits, serving, started
 
 POP, ACK, PEEK, CHANGE, NOTIFY, POLLING, BATCH_ACK = 200050, 200051, 200052, 200053, 200054, 200055, 200151
 QUERY_ASSIGNMENT, SET_MODE = 400, 401
@@ -345,6 +345,28 @@ def test_flushed_acks_share_a_sync_and_other_calls_go_on(tmp_path: Path) -> None
             assert [client.answer(ack).code for ack in acks] == [0] * len(messages)
             assert client.answer(bad).code == 13
         assert store.broker.pending("billing") == []
+
+
+@pytest.mark.parametrize("options", [[], ["--flush"]], ids=["append", "flush"])
+def test_answered_sends_acks_and_receipts_survive_a_kill(tmp_path: Path, options: list[str]) -> None:
+    command = [tmp_path / "mq", "--listen", "127.0.0.1:0", *options]
+    bodies = [b"%03d" % number for number in range(400)]
+    with started(*command) as (server, address), Client(address) as client:
+        sends = [client.send(SEND, ORDERS | {"e": number % 4}, body) for number, body in enumerate(bodies)]
+        assert {client.answer(send).code for send in sends} == {0}
+        first = popped(client.ask(POP, POP_ORDERS | {"pollTime": 20_000}))
+        done, held = first[::2], first[1::2]
+        assert [client.ask(ACK, settle(message)).code for message in done] == [0] * len(done)
+        for number in range(200):  # nobody waits for these
+            client.send(SEND, ORDERS | {"e": number % 4}, b"late")
+        server.kill()
+        server.wait()
+    with started(*command) as (_, address), Client(address) as client:
+        assert [client.ask(ACK, settle(message)).code for message in held] == [0] * len(held)
+        rest: list[bytes] = []
+        while (answer := client.ask(POP, POP_ORDERS)).code == 0:
+            rest += [message.body for message in popped(answer)]
+    assert sorted({*rest} - {b"late"}) == sorted({*bodies} - {message.body for message in first})
 
 
 # -- looking ----------------------------------------------------------------------------------------------------------

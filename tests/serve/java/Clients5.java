@@ -19,6 +19,7 @@ public class Clients5 {
         Clients.scenario("timer", Clients5::timer);
         Clients.scenario("pop", Clients5::pop);
         Clients.scenario("codecs", Clients5::codecs);
+        Clients.scenario("reset", Clients5::reset);
     }
 
     static String timer() throws Exception {
@@ -81,6 +82,23 @@ public class Clients5 {
         for (DefaultMQPushConsumer member : members) member.shutdown();
         boolean right = all && seen.size() == 102 && Set.copyOf(seen).size() == 102 && attempts.equals(List.of(0, 1));
         return right && workers.size() == 2 ? null : seen.size() + " " + Set.copyOf(seen).size() + " " + attempts + " " + workers;
+    }
+
+    /** The group is reset to the beginning while a member runs: it hears of it, waits ten seconds and begins again. */
+    static String reset() throws Exception {
+        for (int i = 0; i < 40; i++) Clients.producer.send(Clients.message("resets", "a", "m" + i));
+        DefaultMQPushConsumer consumer = Clients.consumer("resets", "one");
+        consumer.subscribe("resets", "*");
+        List<String> seen = Clients.collect(consumer);
+        if (!Clients.until(30, () -> seen.size() == 40)) return seen.size() + " of 40";
+        consumer.getDefaultMQPushConsumerImpl().getOffsetStore().persistAll(
+            new java.util.HashSet<>(consumer.fetchSubscribeMessageQueues("resets")));
+        String address = Clients.producer.getDefaultMQProducerImpl().getMqClientFactory().findBrokerAddressInPublish("mqstore");
+        int moved = Clients.producer.getDefaultMQProducerImpl().getMqClientFactory().getMQClientAPIImpl()
+            .invokeBrokerToResetOffset(address, "resets", "resets", 0, true, 5000).size();
+        boolean again = Clients.until(60, () -> seen.size() >= 80);
+        consumer.shutdown();
+        return again && Set.copyOf(seen).size() == 40 && moved > 0 ? null : seen.size() + " after " + moved + " queues moved";
     }
 
     static String codecs() throws Exception {
