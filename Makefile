@@ -134,7 +134,7 @@ GO_CLIENT := $(if $(shell command -v go),var/go-client)
 
 # SCENARIOS="pop timer" takes only these of the programs in tests/serve/java and tests/serve/go.
 conformance: $(VENV)/stamp-dev $(CLIENTS:%=var/rocketmq-client-%/fetched) var/rocketmq-tools-5.3.3/fetched $(GO_CLIENT)
-	MQSTORE_ROCKETMQ_CLIENTS=$(subst $(eval) ,:,$(CLIENTS:%=var/rocketmq-client-%)) MQSTORE_ROCKETMQ_TOOLS=var/rocketmq-tools-5.3.3 MQSTORE_GO_CLIENT=$(GO_CLIENT) $(BIN)/python -m pytest tests/serve/test_java.py tests/serve/test_mqadmin.py tests/serve/test_mixed.py tests/serve/test_go.py
+	MQSTORE_ROCKETMQ_CLIENTS=$(subst $(eval) ,:,$(CLIENTS:%=var/rocketmq-client-%)) MQSTORE_ROCKETMQ_TOOLS=var/rocketmq-tools-5.3.3 MQSTORE_GO_CLIENT=$(GO_CLIENT) $(BIN)/python -m pytest tests/serve/test_java.py tests/serve/test_mqadmin.py tests/serve/test_mixed.py
 
 var/go-client: tests/serve/go/main.go tests/serve/go/go.mod
 	go -C tests/serve/go build -mod=mod -o $(CURDIR)/$@ .
