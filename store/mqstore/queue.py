@@ -32,6 +32,7 @@ from types import TracebackType
 from typing import Any
 
 from mqstore.broker.names import retry_topic
+from mqstore.broker.pop.receipts import parse_recall_handle
 from mqstore.client.codecs import BYTES, Codec
 from mqstore.client.delivery import Lease, LeaseContext, release, visibility_seconds
 from mqstore.client.groupsettings import begin_in, check_order, enter_group
@@ -219,21 +220,20 @@ class Queue:
         if self._maxsize:
             with self._changed:
                 self._wait_for_room(1, block, timeout)
-                self._put(body, delay)
+                receipt = self._put(body, delay)
+            self._note_delay(receipt)
         elif delay is None:  # inline `_put`: one call less
             self._broker.put(self.name, body, queue_id=0)
         else:
-            self._put(body, delay)
+            self._note_delay(self._put(body, delay))
 
     def _check_puts(self) -> None:
         if self._shut:
             raise QueueShutDown(f"queue {self.name!r} was shut down")
 
-    def _put(self, body: bytes, delay: Duration | None) -> None:
-        if delay is None:
-            self._broker.put(self.name, body, queue_id=0)
-        else:
-            self._note_delay(self._broker.put(self.name, body, queue_id=0, delay=delay))
+    def _put(self, body: bytes, delay: Duration | None) -> SendReceipt:
+        options: SendOptions = {} if delay is None else {"delay": delay}
+        return self._broker.put(self.name, body, queue_id=0, **options)
 
     def _append(self, body: bytes, options: SendOptions) -> Future[SendReceipt] | None:
         """Put an encoded item, for `mqstore.aio`. Return a future for the disk, or None if it is full."""
@@ -249,8 +249,10 @@ class Queue:
         """Have `join` wait for an item that was put with a delay."""
         if receipt.recall_handle is None:
             return
-        message = self._broker.message_at(receipt)
-        coming = int(message.stored_properties()[TIMER_DELIVER_MS]), receipt.unique_key
+        stored = self._broker.message_at(receipt).stored_properties()
+        # The handle has the time of the timer's slot, and a broker of RocketMQ only that.
+        due_ms = stored.get(TIMER_DELIVER_MS) or parse_recall_handle(receipt.recall_handle).deliver_ms
+        coming = int(due_ms), receipt.unique_key
         with self._changed:
             last = self._coming
             if last is None or coming[0] >= last[0]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 
 import pytest
 
 import mqstore
+import mqstore.aio
 from mqstore import Store
-from mqstore.errors import ReceiptExpiredError
+from mqstore.errors import InvalidMessageError, ReceiptExpiredError
 from mqstore.log.message import Message
+from tests.cluster.support import Cluster
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(300)
@@ -126,3 +129,69 @@ def test_extended_lease_is_not_redelivered(store: Store, name: str) -> None:
         task.extend(60)
         with pytest.raises(mqstore.QueueEmpty):
             queue.get(timeout=6)
+
+
+def test_queue_counts_and_waits_for_its_items(store: Store, name: str) -> None:
+    queue = store.queue(name, maxsize=3)
+    queue.put_many([b"1", b"2"])
+    queue.put(b"3", delay=2)
+    assert queue.qsize() == 2
+
+    done = []
+    while len(done) < 3:
+        with queue.get(timeout=30) as task:
+            done.append(task.value)
+    queue.join()
+
+    assert sorted(done) == [b"1", b"2", b"3"]
+    until(lambda: queue.qsize() == 0)
+
+
+def test_ordered_queue_waits_for_a_failed_item(store: Store, name: str) -> None:
+    queue = store.queue(name, ordered=True, retry=mqstore.RetryPolicy(5, [1]))
+    queue.put_many([b"1", b"2", b"3"])
+    queue.get(timeout=20).nack()
+
+    seen = []
+    while len(seen) < 3:
+        with queue.get(timeout=60) as task:
+            seen.append((task.value, task.attempt))
+
+    assert seen == [(b"1", 2), (b"2", 1), (b"3", 1)]
+
+
+def test_messages_that_brokers_would_refuse_are_refused(store: Store, name: str) -> None:
+    store.create_topic(name)
+    limit = store.broker.limits.max_message_size
+    for put in (
+        lambda: store.put(name, bytes(limit + 1)),
+        lambda: store.put_many(name, [mqstore.OutgoingMessage(b"x", delay=1)]),
+        lambda: store.put(name, b"x", properties={"a": "\x01"}),
+        lambda: store.put(name, b"x", queue_id=4),
+        lambda: store.put(name, b"x", queue_id=0, message_group="g"),
+    ):
+        with pytest.raises(InvalidMessageError):
+            put()
+    with pytest.raises(TypeError, match="did you mean 'tag'"):
+        store.put(name, b"x", tga="a")  # type: ignore[call-arg]
+
+
+def test_own_topics_of_brokers_are_not_listed(store: Store, name: str) -> None:
+    store.create_topic(name)
+
+    assert name in store.topics()
+    assert not {"TBW102", "broker-a", "DefaultCluster", "SCHEDULE_TOPIC_XXXX"}.intersection(store.topics())
+
+
+def test_coroutines_use_a_cluster(cluster: Cluster, name: str) -> None:
+    async def main() -> list[bytes]:
+        async with mqstore.aio.connect(cluster.name_server) as store:
+            queue = await store.queue(name)
+            await asyncio.gather(*(queue.put(str(n).encode()) for n in range(10)))
+            found = []
+            for _ in range(10):
+                async with await queue.get(timeout=30) as task:
+                    found.append(task.value)
+            return sorted(found)
+
+    assert asyncio.run(main()) == [str(n).encode() for n in range(10)]

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from mqstore.clock import SYSTEM_CLOCK
 from mqstore.contract import BlockedQueue, DeadLetters, Event, Limits, OffsetCalls
+from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef
 from mqstore.options import Durability, Duration, seconds
 from mqstore.remote.broker import RemoteBroker, _Later, _NoNotes
@@ -70,9 +71,11 @@ class ClusterBroker(Sends, Pops):
         """Connect. `addresses` is "host:port;host:port" of the name servers, or several texts. Raises ConfigError for
         bad ones, and ConnectionLostError if no name server answers."""
         super().__init__()
-        names = addresses.split(";") if isinstance(addresses, str) else addresses
+        names = [name for name in (addresses.split(";") if isinstance(addresses, str) else addresses) if name]
+        if not names:
+            raise ConfigError(f"a cluster is given by its name servers, as in 'host:9876', not by {addresses!r}")
         client = client_id or f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        links = Links([name for name in names if name], timeout_s=seconds(timeout, "timeout"), client_id=client)
+        links = Links(names, timeout_s=seconds(timeout, "timeout"), client_id=client)
         self._links = links
         self.name = links.name
         self.clock = SYSTEM_CLOCK

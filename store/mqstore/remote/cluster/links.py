@@ -49,7 +49,7 @@ _ROUTE_S, _ABSENT_S = 30.0, 3.0
 """Time after which a route, or that there is none, is asked for again."""
 _PING: Final = 60
 """GET_TIMER_CHECK_POINT, whose answer is small. A code that a broker does not know fills its log with errors."""
-ROUTE, CLUSTER_INFO, TOPIC_LIST, BROKER_CONFIG, VIEW_MESSAGE = 105, 106, 206, 26, 33
+ROUTE, CLUSTER_INFO, TOPIC_LIST, SYSTEM_TOPICS, BROKER_CONFIG, VIEW_MESSAGE = 105, 106, 206, 304, 26, 33
 _ERRORS: Final[Mapping[int, Callable[[str], MQStoreError]]] = {
     ResultCode.SYSTEM_BUSY: StoreBusyError,
     ResultCode.SERVICE_NOT_AVAILABLE: StoreBusyError,
@@ -217,8 +217,10 @@ class Links:
             self._look(topic)
 
     def topic_names(self) -> list[str]:
-        """Return the names of all topics."""
-        return sorted(fastjson(checked(self._ask(TOPIC_LIST, {}), self.name).body).get("topicList") or [])
+        """Return the names of all topics but the brokers' own."""
+        lists = [fastjson(checked(self._ask(code, {}), self.name).body) for code in (TOPIC_LIST, SYSTEM_TOPICS)]
+        topics, own = (set(each.get("topicList") or ()) for each in lists)
+        return sorted(topics - own)
 
     def place(self, topic: str, queue_id: int) -> Place:
         """Return the queue of a number. Raises TopicNotFoundError, ConfigError."""

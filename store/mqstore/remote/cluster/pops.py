@@ -155,6 +155,7 @@ class Pops(Reads):
         if queue_id >= 0:
             return [self._links.place(topic, queue_id)[:2]]
         brokers = self.topics.require(topic).brokers
+        brokers = [broker for broker in brokers if not self._links.is_out(broker)] or brokers
         turn = next(self._turn) % max(1, len(brokers))
         return [(broker, -1) for broker in brokers[turn:] + brokers[:turn]]
 

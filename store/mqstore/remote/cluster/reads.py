@@ -269,7 +269,11 @@ class Reads(BrokerContract):
     def _commit(self, group: str, queue: QueueRef, offset: int) -> None:
         place = self._links.place(*queue)
         fields = named("consumerGroup topic queueId commitOffset", group, queue.topic, place.queue_id, offset)
-        self._links.call(place.broker, Code.UPDATE_CONSUMER_OFFSET, fields)
+        try:
+            self._links.call(place.broker, Code.UPDATE_CONSUMER_OFFSET, fields)
+        except GroupNotFoundError:  # unlike a read or a heartbeat, a commit creates no group
+            self.groups.ask(place.broker, group)
+            self._links.call(place.broker, Code.UPDATE_CONSUMER_OFFSET, fields)
 
     def _drop(self, group: str, queue: QueueRef, reset_to: int | None = None) -> None:
         """Drop a noted offset, of a queue that another member has, or that was reset."""
@@ -279,15 +283,11 @@ class Reads(BrokerContract):
                 self._resets[group, queue] = reset_to
 
     def start_of(self, group: str, topic: str, queue_id: int, start: Start | None = None) -> int:
-        """Return the committed offset, or where the group begins. An offset that a broker would choose by itself
-        is not committed: a commit could undo those of members that begin at the same time."""
         if (known := self.committed(group, topic, queue_id)) is not None:
             return known
         begin = "earliest" if is_retry_topic(topic) else start or self.groups.require(group).start
-        if begin == "earliest":
-            return self.min_offset(topic, queue_id)
         offset = self._place(topic, queue_id, begin)
-        self._commit(group, QueueRef(topic, queue_id), offset)
+        self._commit(group, QueueRef(topic, queue_id), offset)  # not later: it could undo what others have settled
         return offset
 
     def _place(self, topic: str, queue_id: int, to: Start | int) -> int:

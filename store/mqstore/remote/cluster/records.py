@@ -7,12 +7,12 @@ from struct import Struct
 from typing import Any, Final
 
 from mqstore.broker.filters.filter import Filter
-from mqstore.errors import ResultCode
+from mqstore.errors import FormatError, ResultCode
 from mqstore.layout.consumequeue import UNIT
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.messageid import decode_message_id
 from mqstore.layout.properties import encode_properties
-from mqstore.layout.record import MAGIC_AT, MAGIC_V2, PHYSICAL_OFFSET_AT, SYS_FLAG_AT, body_length_at
+from mqstore.layout.record import BODY_AT_V4, MAGIC_AT, MAGIC_V2, PHYSICAL_OFFSET_AT, SYS_FLAG_AT, body_length_at
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message, UnitBatch
 from mqstore.log.writing.outgoing import OutgoingMessage
@@ -37,7 +37,10 @@ def records(body: bytes) -> Iterator[tuple[int, str, int, int]]:
         wide = 2 if _I4(body, at + MAGIC_AT)[0] == MAGIC_V2 else 1
         end = text + wide + int.from_bytes(body[text : text + wide], "big")
         yield at, body[text + wide : end].decode(), _I4(body, at + _QUEUE_ID_AT)[0], _I8(body, at + _QUEUE_OFFSET_AT)[0]
-        at += _I4(body, at)[0]
+        size = _I4(body, at)[0]
+        if size < BODY_AT_V4:
+            raise FormatError(f"a record of {size} bytes", "size", at)
+        at += size
 
 
 def message_at(body: bytes, at: int, queue: QueueRef, offset: int) -> Message:

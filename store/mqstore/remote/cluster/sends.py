@@ -22,7 +22,16 @@ from mqstore.layout.properties import DELAY, TIMER_DELAY_MS, TIMER_DELIVER_MS, U
 from mqstore.layout.record import COMPRESSED, COMPRESSION_ZLIB
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
-from mqstore.log.writing.outgoing import Body, OutgoingMessage, check_integer, checked_group, flat_body, refuse_options
+from mqstore.log.writing.outgoing import (
+    Body,
+    OutgoingMessage,
+    check_integer,
+    checked_group,
+    flat_body,
+    no_such_option,
+    refuse_options,
+    refuse_routing,
+)
 from mqstore.options import DEFAULT_DELAY_LEVELS, delay_table_ms, milliseconds
 from mqstore.remote.cluster.degrade import refuse
 from mqstore.remote.cluster.links import Links, checked, named
@@ -148,6 +157,7 @@ class Sends(BrokerContract):
         keys: list[str] = []
         for each in bodies:
             message = each if isinstance(each, OutgoingMessage) else OutgoingMessage(each)
+            refuse_routing(message, topic)
             names = ("tag", "keys", "properties", "unique_key")
             properties, _, _, body = self._prepared(
                 route, message.body, {name: getattr(message, name) for name in names}
@@ -221,7 +231,13 @@ class Sends(BrokerContract):
         return send_fields(group, route.name, *place[:2], properties, born_ms, flag=flag, sys_flag=sys_flag)
 
     def _prepared(self, route: RoutedTopic, body: Body, options: Mapping[str, Any]) -> Prepared:
-        """Return the parts of a message as they are sent. Raises InvalidMessageError."""
+        """Return the parts of a message as they are sent. Raises InvalidMessageError, and TypeError for an unknown
+        option."""
+        if unknown := options.keys() - SendOptions.__annotations__.keys():
+            raise no_such_option(unknown, SendOptions.__annotations__)
+        flat, limit = flat_body(body), self.limits.max_message_size
+        if len(flat) > limit:
+            raise InvalidMessageError(f"the body has {len(flat)} bytes; max_message_size is {limit}", "body")
         now_ms = self.clock.now_ms()
         properties = routed_properties(options, now_ms=now_ms, max_delay_ms=1 << 60)
         properties.setdefault(UNIQ_KEY, new_unique_key())
@@ -234,7 +250,7 @@ class Sends(BrokerContract):
         if options.get("durability") == "flush" and not self._has_warned:
             self._has_warned = True
             _log.warning("%s ignores durability='flush'; the brokers flush by their flushDiskType", self._links.name)
-        return properties, flag, _SYS_FLAGS[compressed], flat_body(body)
+        return properties, flag, _SYS_FLAGS[compressed], flat
 
     def _as_level(self, broker: str, properties: Mapping[str, str], now_ms: int) -> Mapping[str, str]:
         """Return the properties of a delayed message for a broker. Without a timer it has only levels."""

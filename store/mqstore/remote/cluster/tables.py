@@ -109,8 +109,7 @@ class Groups:
 
     def create(self, name: str, *, exist_ok: bool = True, **settings: Any) -> GroupConfig:
         check_group(name)
-        answer = self._links.call(self._links.brokers[0], GROUP_CONFIG, {"group": name})
-        config = GroupConfig.from_json(name, fastjson(answer.body))
+        config = GroupConfig.from_json(name, self.ask(self._links.brokers[0], name))
         orderly = settings.get("orderly", False)
         if (policy := settings.pop("retry_policy", None)) is not None:
             config = self.set_retry(name, policy, config)
@@ -118,6 +117,10 @@ class Groups:
             config = replace(config, retry_policy=default_retry(orderly=True))
         self._known[name] = replace(config, **settings)
         return self._known[name]
+
+    def ask(self, broker: str, name: str) -> dict[str, Any]:
+        """Return the settings of a group at a broker, which creates it if it may (autoCreateSubscriptionGroup)."""
+        return fastjson(self._links.call(broker, GROUP_CONFIG, {"group": name}).body)
 
     def set_retry(self, name: str, policy: RetryPolicy, config: GroupConfig | None = None) -> GroupConfig:
         """Make a policy that of the group, at every broker. Raises NotPermittedError."""
