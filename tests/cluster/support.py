@@ -27,12 +27,11 @@ class Cluster:
                 return line
         raise AssertionError(f"the JVM has ended, with code {self._process.wait()}")
 
-    def do(self, command: str, broker: str) -> None:
-        """Stop or start a broker."""
+    def do(self, command: str, *words: object) -> list[str]:
+        """Stop or start a broker, or have a Java member join a group. Return the words of the answer."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{command} {broker}\n")
-        self._process.stdin.flush()
-        self._line("done")
+        print(command, *(words or "-"), file=self._process.stdin, flush=True)
+        return self._line("done").split()[1:]
 
 
 @contextmanager

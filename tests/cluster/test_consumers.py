@@ -123,6 +123,26 @@ def test_two_members_share_queues(store: Store, other: Store, name: str, ordered
         until(lambda: share(one, name) == 4)
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+def test_java_member_shares_queues_with_ours(cluster: Cluster, store: Store, name: str, ordered: bool) -> None:
+    seen = Seen()
+    store.create_topic(name, queues=4)
+
+    with consumer(store, name, seen, ordered=ordered) as ours:
+        until(lambda: share(ours, name) == 4)
+        cluster.do("join", name, ordered)
+        try:
+            until(lambda: share(ours, name) == 2)
+            for n in range(40):
+                store.put(name, str(n).encode())
+            until(lambda: len(seen.bodies) + len(cluster.do("received")) >= 40)
+            assert sorted(map(int, seen.bodies + cluster.do("received"))) == list(range(40))
+            assert len(seen.bodies) == 20
+        finally:
+            cluster.do("leave")
+        until(lambda: share(ours, name) == 4)
+
+
 def test_offsets_outlive_the_consumer(store: Store, other: Store, name: str) -> None:
     store.create_topic(name, queues=2)
     store.put_many(name, [b"1", b"2"], queue_id=0)

@@ -1,10 +1,19 @@
 import java.net.ServerSocket;
 import java.util.ArrayList;
 import java.util.List;
+import java.util.Queue;
 import java.util.Scanner;
+import java.util.concurrent.ConcurrentLinkedQueue;
 import org.apache.rocketmq.broker.BrokerController;
+import org.apache.rocketmq.client.consumer.DefaultMQPushConsumer;
+import org.apache.rocketmq.client.consumer.listener.ConsumeConcurrentlyStatus;
+import org.apache.rocketmq.client.consumer.listener.ConsumeOrderlyStatus;
+import org.apache.rocketmq.client.consumer.listener.MessageListenerConcurrently;
+import org.apache.rocketmq.client.consumer.listener.MessageListenerOrderly;
 import org.apache.rocketmq.common.BrokerConfig;
 import org.apache.rocketmq.common.MQVersion;
+import org.apache.rocketmq.common.consumer.ConsumeFromWhere;
+import org.apache.rocketmq.common.message.MessageExt;
 import org.apache.rocketmq.common.namesrv.NamesrvConfig;
 import org.apache.rocketmq.namesrv.NamesrvController;
 import org.apache.rocketmq.remoting.netty.NettyClientConfig;
@@ -16,11 +25,14 @@ import org.apache.rocketmq.store.config.MessageStoreConfig;
 
 /**
  * A name server and brokers under the folder args[0], with the names args[1..]. Prints "ready NAMESERVER BROKER...". Reads commands
- * "stop NAME" and "start NAME" from standard input, each answered by a line, and ends when that is closed.
+ * from standard input, each answered by a line, and ends when that is closed: "stop NAME" and "start NAME" of a broker, "join TOPIC
+ * ORDERLY", "received -" and "leave -" of a Java member of a group.
  */
 public class Cluster {
     static String home, server;
     static NamesrvController names;
+    static DefaultMQPushConsumer member;
+    static final Queue<String> received = new ConcurrentLinkedQueue<>();
 
     public static void main(String[] args) throws Exception {
         home = args[0];
@@ -52,11 +64,34 @@ public class Cluster {
         while (commands.hasNextLine()) {
             String[] words = commands.nextLine().split(" ");
             int at = known.indexOf(words[1]);
+            String answer = "";
             if (words[0].equals("stop")) brokers.get(at).shutdown();
-            else brokers.set(at, broker(words[1], ports.get(at)));
-            System.out.println("done");
+            else if (words[0].equals("start")) brokers.set(at, broker(words[1], ports.get(at)));
+            else if (words[0].equals("join")) join(words[1], words[2].equals("True"));
+            else if (words[0].equals("leave")) member.shutdown();
+            else answer = " " + String.join(" ", received);
+            System.out.println("done" + answer);
         }
         Runtime.getRuntime().halt(0); // the parent has ended
+    }
+
+    /** Be a member of a group that has the name of its topic. */
+    static void join(String topic, boolean orderly) throws Exception {
+        received.clear();
+        member = new DefaultMQPushConsumer(topic);
+        member.setNamesrvAddr(server);
+        member.setInstanceName(topic);
+        member.setConsumeFromWhere(ConsumeFromWhere.CONSUME_FROM_FIRST_OFFSET);
+        member.subscribe(topic, "*");
+        if (orderly) member.registerMessageListener((MessageListenerOrderly) (messages, context) -> {
+            for (MessageExt message : messages) received.add(new String(message.getBody()));
+            return ConsumeOrderlyStatus.SUCCESS;
+        });
+        else member.registerMessageListener((MessageListenerConcurrently) (messages, context) -> {
+            for (MessageExt message : messages) received.add(new String(message.getBody()));
+            return ConsumeConcurrentlyStatus.CONSUME_SUCCESS;
+        });
+        member.start();
     }
 
     static int freePort() throws Exception {
