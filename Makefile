@@ -19,6 +19,7 @@
 #   make retention  every command and call that reads beside a writer that drops segments, N=20 rounds
 #   make interrupts  Ctrl-C at every point of every call, one after the other (half an hour)
 #   make stress  producers and consumers of all kinds at once, for N=60 seconds
+#   make shared  processes that share a directory while its server is killed, and ends idle, N=30 times each
 #   make hostile  commands on stores whose files and folders are links, pipes, devices: N=30000 of such cases (all)
 #   make salvage  every kind of damage on every kind of store, and N=200 random stores with random damage
 #   make sanitize  tests of the compiled parts under the address and undefined-behaviour sanitizers (needs gcc)
@@ -53,7 +54,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test cover lint bench bench-compare spark spark-alone spark-bench delta interop conformance cluster crash descriptors retention hostile salvage stress interrupts sanitize arm64 wheel docs clean
+.PHONY: help demo test cover lint bench bench-compare spark spark-alone spark-bench delta interop conformance cluster crash descriptors retention shared hostile salvage stress interrupts sanitize arm64 wheel docs clean
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -174,6 +175,10 @@ interrupts: $(VENV)/stamp-dev
 stress: N = 60
 stress: $(VENV)/stamp-dev
 	MQSTORE_STRESS_SECONDS=$(N) $(BIN)/python -m pytest -q tests/stress
+
+shared: N = 30
+shared: $(VENV)/stamp-dev
+	MQSTORE_CAMPAIGN_ROUNDS=$(N) $(BIN)/python -m pytest -q --timeout 3600 --durations=2 tests/remote/test_sharing.py -k "kills or idle"
 
 hostile: $(VENV)/stamp-dev
 	MQSTORE_CAMPAIGN_ROUNDS=$(N) $(BIN)/python -m pytest -q -n $(JOBS) tests/campaigns/test_hostile.py
