@@ -59,6 +59,8 @@ def test_workers_of_a_pool_share_one_queue(tmp_path: Path, method: str) -> None:
 
 def test_workers_forked_after_the_opening_share_the_store(tmp_path: Path) -> None:
     with mqstore.open(tmp_path / "mq", shared=True) as store:
+        store.put("numbers", b"0")
+        store.push_consumer("parent").subscribe("numbers", lambda message: None)
         jobs = store.queue("jobs")
         waiting = threading.Thread(target=jobs.get)
         waiting.start()
@@ -66,10 +68,15 @@ def test_workers_forked_after_the_opening_share_the_store(tmp_path: Path) -> Non
         def work() -> None:
             for number in range(20):
                 store.put("numbers", b"%d" % number)
-            with jobs.get(timeout=20):
-                pass
-            with store.queue("jobs").get(timeout=20):
-                pass
+            for queue in (jobs, store.queue("jobs")):
+                with queue.get(timeout=20):
+                    pass
+            handled = threading.Event()
+            consumer = store.push_consumer(f"child-{os.getpid()}")
+            consumer.subscribe("numbers", lambda message: handled.set())
+            consumer.start()
+            assert handled.wait(20)
+            consumer.stop()
             store.close()
 
         pids = [fork(work) for _ in range(4)]
@@ -77,25 +84,20 @@ def test_workers_forked_after_the_opening_share_the_store(tmp_path: Path) -> Non
         assert ended_well(pids)
         waiting.join(20)
         store.put("numbers", b"0")
-        store.put("numbers", b"0")
     assert bodies(tmp_path / "mq")[b"0"] == 6
 
 
-def keep_putting(directory: Path, worker: int, stop: Path, linger: bool) -> Callable[[], None]:
-    """Return the work of a process: puts of numbered messages. It notes how many have succeeded."""
+def keep_putting(directory: Path, worker: int, stop: Path, burst: int, pause_s: float = 0) -> Callable[[], None]:
+    """Return the work of a process, which puts `burst` messages in each opening, and notes how many in all."""
 
     def work() -> None:
         acked = 0
         while not stop.exists():
             with mqstore.open(directory, shared=True) as store:
-                while not stop.exists() and not (linger and acked % 3 == 2):
-                    store.put("numbers", b"%d %d" % (worker, acked), unique_key=f"{worker}-{acked}")
-                    acked += 1
-                if linger:
-                    acked += 1  # the next opening puts the next number
-                    store.put("numbers", b"%d %d" % (worker, acked - 1), unique_key=f"{worker}-{acked - 1}")
-            if linger:
-                time.sleep(0.05)
+                for number in range(acked, acked + burst):
+                    store.put("numbers", b"%d %d" % (worker, number), unique_key=f"{worker}-{number}")
+            acked += burst
+            time.sleep(pause_s)
         (directory.parent / f"acked-{worker}").write_text(str(acked))
 
     return work
@@ -112,7 +114,7 @@ def all_acked(folder: Path, workers: int) -> Counter[bytes]:
 def test_kills_of_the_server_lose_and_repeat_nothing(tmp_path: Path) -> None:
     directory = tmp_path / "mq"
     stop = tmp_path / "stop"
-    pids = [fork(keep_putting(directory, worker, stop, linger=False)) for worker in range(4)]
+    pids = [fork(keep_putting(directory, worker, stop, burst=200)) for worker in range(4)]
     try:
         killed = 0
         for _ in range(ROUNDS):
@@ -130,7 +132,7 @@ def test_idle_ends_of_the_server_lose_no_call(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("mqstore.remote.shared._LINGER_S", 0.01)
     directory = tmp_path / "mq"
     stop = tmp_path / "stop"
-    pids = [fork(keep_putting(directory, worker, stop, linger=True)) for worker in range(2)]
+    pids = [fork(keep_putting(directory, worker, stop, burst=3, pause_s=0.05)) for worker in range(2)]
     try:
         until(lambda: (directory / "serve.log").exists() and starts(directory) > ROUNDS)
     finally:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import queue
 import secrets
 import socket
@@ -116,13 +115,11 @@ class RemoteBroker(ShortCalls, BrokerContract):
         Raises ConnectionLostError, and NotSupportedError for a server that does not speak this protocol."""
         self.clock = SYSTEM_CLOCK
         self.own_clock = False
-        self.shared = {}
         self.turns = None
         self._sender = None
         self.pop_at_once = lambda *args: []
         self.ack_at_once = lambda *args: 0
         self.has_room = lambda size: False
-        self.begun = _NoNotes()
         self.offsets_folder: Path | None = None
         """Folder of the offsets of broadcasting clients. None: one of the user's, by the id of the store."""
         self._begin()
@@ -146,8 +143,9 @@ class RemoteBroker(ShortCalls, BrokerContract):
         self._connection.open()
 
     def _begin(self) -> None:
-        """Begin without members, listeners and checks, as a forked child does."""
-        self._pid = os.getpid()
+        """Begin without members, listeners and checks, as a forked child does, which is another client."""
+        self.begun = _NoNotes()
+        self.shared = {}
         self._client = secrets.token_hex(8)
         self._listeners: dict[str, list[Callable[..., object]]] = {}
         self._checks: dict[str | None, Callable[[Message], Any]] = {}
@@ -160,8 +158,6 @@ class RemoteBroker(ShortCalls, BrokerContract):
     # -- the connection ---------------------------------------------------------------------------------------------
 
     def _greet(self, ask: Callable[[Frame], Frame]) -> None:
-        if self._pid != os.getpid():  # a forked child is another client, without the members of its parent
-            self._begin()
         call = CALLS["session.hello"]
         answer = ask(Frame(call.code, {}, call.request({"protocol": PROTOCOL, "client": self._client})))
         if answer.code == NOT_SUPPORTED:

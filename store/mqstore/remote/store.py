@@ -34,8 +34,7 @@ _stores: WeakSet[RemoteStore] = WeakSet()
 
 def _begin_child() -> None:
     for store in list(_stores):
-        for queue in list(store._queues):
-            queue._begin()
+        store._begin()
 
 
 os.register_at_fork(after_in_child=_begin_child)
@@ -133,6 +132,14 @@ class RemoteStore(Store):
         self.log: Any = RemoteLog(broker)
         self._register()
         _stores.add(self)
+
+    def _begin(self) -> None:
+        """Give a forked child locks of its own."""
+        broker: Any = self._broker
+        if isinstance(broker, RemoteBroker):
+            broker._begin()
+        for queue in list(self._queues):
+            queue._begin()
 
     def _refuse_here(self, name: str, instead: str) -> NoReturn:
         raise ConfigError(f"{name} needs the files of {self.path}, which a server has open: {instead}")
