@@ -89,6 +89,12 @@ class ConnectedBroker(remote.RemoteBroker):
         finally:
             settle(self, name)
 
+    def put(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().put(*args, **options)
+        finally:
+            settle(self)
+
     def remove_waiter(self, waiter: Any) -> bool:
         try:
             return super().remove_waiter(waiter)
@@ -163,9 +169,10 @@ def settle(broker: remote.RemoteBroker, name: str = "members.") -> None:
     line = broker._connection._line
     if not name.startswith(SETTLED) or broker.closed or line is None or line._turn.is_held_here:
         return
-    remote.RemoteBroker._call(broker, "session.ping", (), {})
-    for later in (broker._asked, broker._news):
-        if later._thread is not None and later._thread is not threading.current_thread():
-            done = threading.Event()
-            later(done.set)
-            done.wait(20)
+    for _ in range(3):  # a callback may call, and have other callbacks called
+        remote.RemoteBroker._call(broker, "session.ping", (), {})
+        for later in (broker._asked, broker._news):
+            if later._thread is not None and later._thread is not threading.current_thread():
+                done = threading.Event()
+                later(done.set)
+                done.wait(20)

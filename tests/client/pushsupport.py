@@ -42,6 +42,11 @@ def hook(**calls: Callable[..., Any]) -> Interceptor:
     return found
 
 
+def _is_parked(waiter: Any) -> bool:
+    """Return True for a waiter that nothing has woken, of this process or of a connection."""
+    return bool(waiter.places) if hasattr(waiter, "places") else waiter[0].answer is None
+
+
 class Told(Interceptor):
     """Notes what it is told, and leaves out messages with one of these bodies."""
 
@@ -178,7 +183,7 @@ def pulls(consumer: PushConsumer) -> dict[QueueRef, list[str]]:
             timers["restart" if call.func == engine._restart else "timer", id(call.args[0])] += 1
     found: dict[QueueRef, list[str]] = {}
     for ref, queue in engine._queues.items():
-        places = ["waiting"] if queue.waiter is not None and getattr(queue.waiter, "places", True) else []
+        places = ["waiting"] if queue.waiter is not None and _is_parked(queue.waiter) else []
         places += ["full"] * queue.throttled + ["paused"] * queue.parked + ["timer"] * timers["timer", id(queue)]
         if queue.dropped:  # whatever was to pull it finds it closed; who begins it anew is what counts
             places = []

@@ -377,13 +377,15 @@ class RemoteBroker(ShortCalls, BrokerContract):
             else:  # after an error, a read raises it, too
                 callback(answer.code != 0 or result_of(call, answer))
 
-        return self._connection.park(call.code, answered, call.request(given))
+        turn = (given["group"], given["topic"], given.get("queue_id", -1)) if "group" in given else None
+        return self._connection.park(call.code, answered, call.request(given)), turn
 
     def remove_waiter(self, waiter: Any) -> bool:
-        number = self._connection.withdraw(waiter)
+        handle, turn = waiter
+        number = self._connection.withdraw(handle)
         if number:
             call = CALLS["session.withdraw"]
-            self._connection.tell(call.code, call.request({"number": number}))
+            self._connection.tell(call.code, call.request({"number": number, "turn": turn}))
         return number is not None
 
     def local_offsets(self, client_id: str, group: str) -> OffsetCalls:

@@ -214,6 +214,7 @@ class _Line:
             call.refused = True
             self._connection.take_over(call)
         else:
+            call.answer = frame
             self._turn.lend(partial(self._connection.call_back, call, frame))
 
     def has_parked(self) -> bool:

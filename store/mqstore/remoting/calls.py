@@ -65,8 +65,8 @@ class SessionCalls(Protocol):
     def listen(self, event: Event) -> None:
         """Have the news of an event sent."""
 
-    def withdraw(self, number: int) -> None:
-        """End a parked call without an answer."""
+    def withdraw(self, number: int, turn: tuple[str, str, int] | None = None) -> None:
+        """End a parked call without an answer. If it is answered already, `turn` (group, topic, queue) is passed on."""
 
     def check(self, producer_group: str | None, on: bool) -> None:
         """Answer the checks of a producer group from now on, or no longer."""

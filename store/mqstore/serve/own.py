@@ -389,6 +389,8 @@ class Own:
     def _withdraw(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
         if (waiting := session.waits.pop(given["number"], None)) is not None:
             call.connection.forget(waiting)
+        elif (turn := given.get("turn")) is not None:  # its answer was on the way, and wakes nobody
+            self._broker.wake_one(*turn)
         self._reply(call, spec, None)
 
     # -- checks of half messages ------------------------------------------------------------------------------------
