@@ -93,6 +93,14 @@ def test_socket_that_other_machines_reach_needs_a_word(tmp_path: Path) -> None:
     assert (server.returncode, b"--insecure-bind" in err, (tmp_path / "mq").exists()) == (2, True, False)
 
 
+def test_descriptor_that_is_not_a_listening_socket_is_refused(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
+        datagrams.bind(("127.0.0.1", 0))
+        server = handed_over(tmp_path / "mq", datagrams)
+        _, err = server.communicate(timeout=20)
+    assert (server.returncode, b"descriptor 3 is not a listening socket" in err) == (2, True)
+
+
 # -- a supervisor -----------------------------------------------------------------------------------------------------
 
 

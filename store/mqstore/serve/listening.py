@@ -134,7 +134,8 @@ def unix_path(directory: Path) -> Path | None:
 
 def inherited() -> list[socket.socket]:
     """Return the listening sockets that a service manager has opened for this process, as systemd does
-    (`sd_listen_fds`). Only the first call finds them. Raises OSError if one is not a socket."""
+    (`sd_listen_fds`). Only the first call finds them.
+    Raises OSError or ConfigError if one is not a listening socket."""
     process, count = os.environ.pop("LISTEN_PID", ""), os.environ.pop("LISTEN_FDS", "")
     os.environ.pop("LISTEN_FDNAMES", None)
     if process != str(os.getpid()) or not count.isdecimal():
@@ -142,6 +143,8 @@ def inherited() -> list[socket.socket]:
     found = [socket.socket(fileno=number) for number in range(_FIRST_DESCRIPTOR, _FIRST_DESCRIPTOR + int(count))]
     for each in found:
         each.set_inheritable(False)
+        if each.type != socket.SOCK_STREAM or not each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            raise ConfigError(f"descriptor {each.fileno()} is not a listening socket: ListenStream= makes one")
     return found
 
 
