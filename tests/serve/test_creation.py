@@ -90,7 +90,7 @@ def test_sends_stay_in_order_while_their_topic_is_created(store: Store) -> None:
     assert [message.body for message in store.iter("orders", 0)] == bodies
 
 
-def test_topics_of_own_clients_are_not_written_in_the_loop(store: Store, threads: list[str]) -> None:
+def test_names_of_own_clients_are_not_written_in_the_loop(store: Store, threads: list[str]) -> None:
     store.create_topic("orders")
     with serving(store) as (host, port), mqstore.connect(f"{host}:{port}") as client:
         threads.clear()
