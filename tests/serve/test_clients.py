@@ -78,9 +78,12 @@ def test_client_and_own_consumer_share_the_queues(client: Client, store: Store, 
         client.ask(35, {"clientID": "c2", "consumerGroup": "billing"})  # it leaves the other two queues to us
         assert here.acquire(timeout=20)
         assert here.acquire(timeout=20)
+        client.heartbeat("c2", **PUSH)  # it comes back for them
+        while lock(client, "c2", queue_id=2) == []:
+            client.notice()
     assert sorted(seen) == ["0", "1", "2", "3"]
     assert set(seen[:2]) == {"0", "1"}
-    assert members(client) == []
+    assert members(client) == ["c2"]
 
 
 def test_own_member_is_refused_where_a_client_subscribes_otherwise(client: Client, store: Store) -> None:
@@ -150,8 +153,8 @@ def test_resend_beside_own_consumers_is_a_retry(client: Client, store: Store) ->
     assert [letter.body for letter in store.dead_letters("billing")] == []
 
 
-def lock(client: Client, client_id: str, group: str = "billing") -> list[int]:
-    queue = {"topic": "orders", "brokerName": "mqstore", "queueId": 0}
+def lock(client: Client, client_id: str, group: str = "billing", queue_id: int = 0) -> list[int]:
+    queue = {"topic": "orders", "brokerName": "mqstore", "queueId": queue_id}
     body = json.dumps({"consumerGroup": group, "clientId": client_id, "mqSet": [queue]}).encode()
     return [each["queueId"] for each in json.loads(client.ask(LOCK, body=body).body)["lockOKMQSet"]]
 
@@ -224,10 +227,10 @@ def test_recalled_message_is_not_delivered(tmp_path: Path) -> None:
         timer = ORDERS | {"i": "TIMER_DELAY_SEC\x0160\x02UNIQ_KEY\x01AB\x02"}
         recalled = client.ask(SEND, timer, b"recalled").fields["recallHandle"]
         assert client.ask(SEND, timer | {"i": "TIMER_DELAY_SEC\x0160\x02"}, b"kept").code == 0
-        for _ in range(2):  # the client may repeat it
-            answer = client.ask(RECALL, {"topic": "orders", "recallHandle": recalled, "producerGroup": "producers"})
-            assert (answer.code, dict(answer.fields)) == (0, {"msgId": "AB"})
-        for _ in range(62):
+        for second in range(62):
+            if second in (0, 1, 30):  # the client may repeat it
+                answer = client.ask(RECALL, {"topic": "orders", "recallHandle": recalled, "producerGroup": "producers"})
+                assert (answer.code, dict(answer.fields)) == (0, {"msgId": "AB"})
             store.broker.run_once()
             clock.advance(1_000)
         store.broker.run_once()
