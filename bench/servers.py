@@ -31,7 +31,8 @@ _PATIENCE_S = 60
 
 
 @contextmanager
-def redis_stream(directory: Path, *, fsync: Literal["everysec", "always"]) -> Iterator[Opened]:
+def redis_client(directory: Path, *, fsync: Literal["everysec", "always"] = "everysec") -> Iterator[Any]:
+    """Start a server, and yield a client of it."""
     import redis
 
     # The name of a socket has to be shorter than a path may be.
@@ -45,26 +46,33 @@ def redis_stream(directory: Path, *, fsync: Literal["everysec", "always"]) -> It
                 until = time.monotonic() + _PATIENCE_S
                 while True:
                     try:
-                        client.xgroup_create("bench", "group", id="0", mkstream=True)
+                        client.ping()
                         break
                     except redis.ConnectionError:
                         if process.poll() is not None or time.monotonic() > until:
                             raise
                         time.sleep(0.01)
-
-                def take() -> Any:
-                    found: Any = client.xreadgroup("group", "consumer", {"bench": ">"}, count=1)
-                    [[_, [(number, fields)]]] = found
-                    client.xack("bench", "group", number)
-                    return fields[b"body"]
-
-                yield lambda body: client.xadd("bench", {"body": body}), take
+                yield client
         finally:
             process.terminate()
             process.wait()
 
 
-def _redis_missing() -> str | None:
+@contextmanager
+def redis_stream(directory: Path, *, fsync: Literal["everysec", "always"]) -> Iterator[Opened]:
+    with redis_client(directory, fsync=fsync) as client:
+        client.xgroup_create("bench", "group", id="0", mkstream=True)
+
+        def take() -> Any:
+            found: Any = client.xreadgroup("group", "consumer", {"bench": ">"}, count=1)
+            [[_, [(number, fields)]]] = found
+            client.xack("bench", "group", number)
+            return fields[b"body"]
+
+        yield lambda body: client.xadd("bench", {"body": body}), take
+
+
+def redis_missing() -> str | None:
     if shutil.which("redis-server") is None:
         return "redis-server not installed (Debian has a package of that name)"
     return needs_modules("redis")()
@@ -133,7 +141,7 @@ def java_put(directory: Path, load: Load) -> Iterator[Work]:
 
 def _redis(name: str, prepare: Any, fsync: Literal["everysec", "always"]) -> Side:
     stream = partial(redis_stream, fsync=fsync)
-    return Side(f"Redis {name}, {fsync}", partial(prepare, open_queue=stream, share=_SHARE[fsync]), _redis_missing)
+    return Side(f"Redis {name}, {fsync}", partial(prepare, open_queue=stream, share=_SHARE[fsync]), redis_missing)
 
 
 REDIS_ADD, REDIS_ADD_ALWAYS = _redis("XADD", puts, "everysec"), _redis("XADD", puts, "always")

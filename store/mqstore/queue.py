@@ -300,14 +300,23 @@ class Queue:
 
     # -- out --------------------------------------------------------------------------------------------------------
 
-    def get(self, block: bool = True, timeout: Duration | None = None, *, visibility: Duration | None = None) -> Task:
+    def get(
+        self,
+        block: bool = True,
+        timeout: Duration | None = None,
+        *,
+        visibility: Duration | None = None,
+        done: Sequence[Task] = (),
+    ) -> Task:
         """Return the next item, leased for `visibility` seconds (None: the queue's).
         If `block`, it waits for at most `timeout` seconds. Raises QueueEmpty without an item, QueueShutDown after
-        `shutdown`."""
+        `shutdown`. Tasks of this queue that are `done` are acknowledged first, as by `Task.ack`: of a served store
+        (`mqstore.connect`) both together are one call."""
         timeout_s = None if timeout is None else seconds(timeout, "timeout")
-        task = self._get_at_once(visibility)
+        left = self._to_ack(done) if done else None
+        task = None if left else self._get_at_once(visibility)
         if task is None:
-            task = Task(self._context, self._take(1, block, timeout_s, visibility)[0], self._codec)
+            task = Task(self._context, self._take(1, block, timeout_s, visibility, left)[0], self._codec)
         self._last.task = task
         return task
 
@@ -324,16 +333,29 @@ class Queue:
         """Get an item as `get` does, but raise QueueEmpty instead of waiting."""
         return self.get(block=False)
 
-    def get_many(self, max_items: int, timeout: Duration | None = 0) -> list[Task]:
+    def _to_ack(self, done: Sequence[Task]) -> list[Task]:
+        """Acknowledge tasks, and return those that the next pop of this queue acknowledges instead."""
+        left = []
+        for task in done:
+            if task._is_poppable(self._context, self.name) and not self._shut and not task._ack_at_once():
+                left.append(task)
+            else:
+                task.ack()
+        return left
+
+    def get_many(self, max_items: int, timeout: Duration | None = 0, *, done: Sequence[Task] = ()) -> list[Task]:
         """Return up to `max_items` items at once, or [] after `timeout` seconds (None: wait for ever).
+        Tasks that are `done` are acknowledged first, as `get` does it.
         Each is settled alone. An ordered queue returns at most 32, and then no more until all of them are settled.
         Failed ones are redelivered before later items, without those that are done."""
         check_whole("max_items", max_items, 1)
         tasks: list[Task] = []
+        unacked = self._to_ack(done) if done else None
         try:
             block, left = timeout is None or bool(timeout), timeout
             while len(tasks) < max_items:
-                found = self._take(min(max_items - len(tasks), MAX_BATCH), block, left, None)
+                found = self._take(min(max_items - len(tasks), MAX_BATCH), block, left, None, unacked)
+                unacked = None
                 tasks += [Task(self._context, delivery, self._codec) for delivery in found]
                 self._last.task = tasks[-1]
                 block, left = False, None
@@ -347,8 +369,15 @@ class Queue:
             raise
         return tasks
 
-    def _take(self, count: int, block: bool, timeout: Duration | None, visibility: Duration | None) -> list[Delivery]:
-        """Return at least one delivery."""
+    def _take(
+        self,
+        count: int,
+        block: bool,
+        timeout: Duration | None,
+        visibility: Duration | None,
+        done: Sequence[Task] | None = None,
+    ) -> list[Delivery]:
+        """Return at least one delivery. Tasks that are `done` are acknowledged before the first look."""
         visibility_s = self._visibility_s if visibility is None else visibility_seconds(visibility)
         end = None if timeout is None else time.monotonic() + seconds(timeout, "timeout")
         ticket, topics, ordered = None, self._broker.topics, self._ordered
@@ -359,12 +388,25 @@ class Queue:
                 try:
                     if shut == "all":
                         raise QueueShutDown(f"queue {self.name!r} was shut down")
-                    found = self._pop_retries(count, visibility_s) if topics.entered(self._retries) is not None else []
+                    found, acks = [], [task._receipt for task in done or ()]
+                    if topics.entered(self._retries) is not None:
+                        if acks:
+                            self._broker.ack(self.name, self.name, acks)
+                        found, acks = self._pop_retries(count, visibility_s), []
                     if not found:
                         # Skip items of an ordered batch that were acknowledged after a redelivered one.
                         found = self._broker.pop(
-                            self.name, self.name, count, invisible=visibility_s, order=ordered, skip_acked=ordered
+                            self.name,
+                            self.name,
+                            count,
+                            invisible=visibility_s,
+                            order=ordered,
+                            skip_acked=ordered,
+                            acks=acks,
                         )
+                    for task in done or ():
+                        task._note_ack()
+                    done = None
                 except BaseException:
                     if ticket is not None:  # for an item that another object of this queue may get
                         self._waits.pass_on(ticket)

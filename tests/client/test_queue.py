@@ -110,6 +110,37 @@ def test_a_put_wakes_one_who_waits(store: Store) -> None:
     assert parked(store.broker) == 0
 
 
+def test_get_acknowledges_tasks_that_are_done(store: Store) -> None:
+    queue, other = store.queue("jobs"), store.queue("other")
+    queue.put_many([b"1", b"2", b"3", b"4"])
+    other.put(b"else")
+    first, foreign = queue.get(), other.get()
+    second = queue.get(done=[first, foreign])
+    assert (first.settled, foreign.settled, second.value, queue.qsize(), other.qsize()) == (True, True, b"2", 3, 0)
+    rest = queue.get_many(5, done=[first, second])  # one again
+    assert [task.value for task in rest] == [b"3", b"4"]
+    assert queue.get_many(5, done=rest) == []
+    assert queue.qsize() == 0
+
+
+def test_get_takes_nothing_if_a_done_task_was_settled_otherwise(store: Store) -> None:
+    queue = store.queue("jobs")
+    queue.put_many([b"1", b"2"])
+    failed = queue.get()
+    failed.nack(delay=60)
+    with pytest.raises(mqstore.errors.ReceiptExpiredError):
+        queue.get(done=[failed])
+    assert queue.get(block=False).value == b"2"
+
+
+def test_get_acknowledges_although_nothing_is_left(store: Store) -> None:
+    queue = store.queue("jobs")
+    queue.put(b"1")
+    with pytest.raises(mqstore.QueueEmpty):
+        queue.get(block=False, done=[queue.get()])
+    assert queue.qsize() == 0
+
+
 def test_ack_wakes_an_ordered_get(store: Store) -> None:
     queue = store.queue("jobs", ordered=True)
     queue.put_many([b"0", b"1"])

@@ -206,13 +206,12 @@ class RemoteBroker(ShortCalls, BrokerContract):
 
     def _cached(self, name: str) -> Callable[[str], Any]:
         def call(topic: str) -> Any:
-            found = self._topics.get((name, topic))
-            if found is None:
-                self._hear("topics")
-                found = self._call(name, (topic,), {})
-                if found is not None:
-                    self._topics[name, topic] = found
-            return found
+            try:
+                return self._topics[name, topic]
+            except KeyError:
+                self._hear("topics")  # also of a topic that does not exist: then of its creation
+                found = self._topics[name, topic] = self._call(name, (topic,), {})
+                return found
 
         return call
 
@@ -343,7 +342,7 @@ class RemoteBroker(ShortCalls, BrokerContract):
             else:
                 _settle(future, lambda: result_of(call, answer))
 
-        self._connection.park(call.code, answered, data, fields=fields, repeat=False)
+        self._connection.park(call.code, answered, data, fields=fields, repeat=False, together=True)
         return future
 
     def _lost(self) -> ConnectionLostError:

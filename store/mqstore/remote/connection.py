@@ -22,6 +22,7 @@ import logging
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -47,6 +48,8 @@ _RECEIVE_BYTES: Final = 256 << 10
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.1, 5.0
 _ATTEMPTS_MAX: Final = 4
 """Number of times that a call which may be repeated is sent."""
+_TOGETHER_BYTES: Final = 32 << 10
+"""Bytes of requests that wait at most for an answer. The reader sends them: they must fit the socket's buffer."""
 _STALE_S: Final = 1.0
 """Time after which the next call looks first whether the server has closed the connection meanwhile."""
 _connections: WeakSet[Connection] = WeakSet()
@@ -84,6 +87,17 @@ def _dialed(address: Address, timeout_s: float) -> socket.socket:
     return sock
 
 
+def _limit(sock: socket.socket, timeout_s: float) -> None:
+    """Have calls on a socket end after a time, by the kernel. Python would poll first: one more system call."""
+    if type(sock) is socket.socket:
+        sock.settimeout(None)
+        seconds, rest = divmod(round(timeout_s * 1e6), 1_000_000)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, rest))
+    else:
+        sock.settimeout(timeout_s)
+
+
 class _NotSentError(ConnectionResetError):
     """The line was lost before anything of the request was sent."""
 
@@ -112,6 +126,8 @@ class _Line:
         self._reader = FrameReader(connection.frame_bytes)
         self._turn = Lock()
         """Lock of the thread that reads."""
+        self.is_read = False
+        """True while a thread reads. When it stops, it wakes another one for all that is `waiting` by then."""
         self._sending = Lock()
         self.waiting: dict[int, _Waiting] = {}
         self._opaque = filterfalse(self.waiting.__contains__, _numbers())
@@ -119,17 +135,22 @@ class _Line:
         """Reason why it cannot be used any more."""
         self._received_s = time.monotonic()
         self._pinged = False
+        self._unsent: list[bytes] = []
+        self._unsent_bytes = 0
+        self._awaited = self._last = 0
+        """Numbers of the call whose answer sends them, and of the last one of them."""
         self._finished = False
         """True once the server has said that all calls that it has started are answered."""
 
-    def send(self, call: _Waiting) -> None:
+    def send(self, call: _Waiting, *, together: bool = False) -> None:
         """Send a request. Raises OSError, and then the line is lost."""
         self._turn.refuse_owner()
         call.frame.opaque = next(self._opaque)
-        self.tell(call.frame, call)
+        self.tell(call.frame, call, together=together)
 
-    def tell(self, frame: Frame, call: _Waiting | None = None) -> None:
-        """Send a frame that has its number, or needs none."""
+    def tell(self, frame: Frame, call: _Waiting | None = None, *, together: bool = False) -> None:
+        """Send a frame that has its number, or needs none. If it may go `together` with others, and an earlier one like
+        it is not answered, it is sent after that answer, or with the next other frame."""
         frame.binary = -0x8000 <= frame.code < 0x8000  # the codes that a binary header can have
         data = encode(frame)
         with self._sending:
@@ -138,12 +159,32 @@ class _Line:
             try:
                 if call is not None:
                     self.waiting[frame.opaque] = call
-                self._socket.sendall(data)
+                self._unsent.append(data)
+                if together:
+                    self._unsent_bytes += len(data)
+                    self._last = frame.opaque
+                    if self._awaited in self.waiting and self._unsent_bytes < _TOGETHER_BYTES:
+                        return
+                    self._awaited = frame.opaque
+                self._send_all()
             except (BrokenPipeError, ConnectionResetError):
                 pass  # what the server has sent before it closed the line is still to be read
             except BaseException as error:
                 self.fail(f"sending failed: {error!r}")
                 raise
+
+    def _send_all(self) -> None:
+        data = self._unsent[0] if len(self._unsent) == 1 else b"".join(self._unsent)
+        self._unsent, self._unsent_bytes = [], 0
+        self._socket.sendall(data)
+
+    def _send_rest(self) -> None:
+        """Send the frames that have waited for an answer."""
+        with self._sending:
+            if self._unsent and self.lost is None and self._awaited not in self.waiting:
+                self._awaited = self._last
+                with suppress(BrokenPipeError, ConnectionResetError):  # as in `tell`
+                    self._send_all()
 
     def wait(self, call: _Waiting) -> Frame | None:
         """Return the answer to a request that was sent, or None if the line is lost before."""
@@ -158,11 +199,13 @@ class _Line:
         try:
             if not is_nested and not self._turn.acquire(False):
                 return False
+            self.is_read = True
             while self.lost is None and not done():
                 self._read()
             return True
         finally:
             if not is_nested and self._turn.is_held_here:
+                self.is_read = False  # before the look at `waiting`: see `park`
                 self._turn.release()
                 # Somebody has to read on. A thread that is about to wait finds its bell rung.
                 with suppress(RuntimeError):  # it has changed: whoever has changed it looks for the turn
@@ -171,7 +214,8 @@ class _Line:
                             other.bell.ring()
                             break
                     else:
-                        self._connection.wake()
+                        if self.has_parked():  # otherwise its thread would wake up after each call
+                            self._connection.start_reading()
 
     def _read(self) -> None:
         try:
@@ -183,7 +227,9 @@ class _Line:
             self._reader.feed(data)
             for frame in self._reader:
                 self._take(frame)
-        except TimeoutError:
+            if self._unsent:
+                self._send_rest()
+        except (TimeoutError, BlockingIOError):
             self._ping()
         except (OSError, FormatError) as error:
             self.fail(str(error))
@@ -349,26 +395,29 @@ class Connection:
         *,
         fields: Mapping[str, Any] | None = None,
         repeat: bool = True,
+        together: bool = False,
     ) -> object:
         """Send a request, and have `answered` called with its answer, in the thread that reads. Return a handle for
-        `withdraw`. Raises ConnectionLostError without a line, and StoreClosedError."""
+        `withdraw`. Calls that are answered at once may be sent `together` (`_Line.tell`). Raises ConnectionLostError
+        without a line, and StoreClosedError."""
         call = _Waiting(Frame(code, fields or {}, body), answered, repeat)
         while True:
             line = self._open_line(time.monotonic() + self._timeout_s)
             try:
-                line.send(call)
+                line.send(call, together=together)
             except _NotSentError:
                 continue
             except OSError:
                 pass  # it has been handed over, to be sent again
             break
-        self._attend()
+        if not line.is_read:
+            self.start_reading()
         return call
 
     def attend(self) -> None:
         """Have the background thread take requests of the server from now on, even when nothing is parked."""
         self.listens = True
-        self._attend()
+        self.start_reading()
 
     def withdraw(self, handle: object) -> int | None:
         """Forget a parked call. Return its number, by which the server knows it, or None if it is answered, or about to
@@ -441,7 +490,7 @@ class Connection:
 
     def _opened(self) -> _Line:
         sock = self._dial()
-        sock.settimeout(self._timeout_s / 2)
+        _limit(sock, self._timeout_s / 2)
         line = _Line(self, sock)
 
         def ask(frame: Frame) -> Frame:
@@ -489,7 +538,7 @@ class Connection:
         """Have the background thread, if there is one, look whether it must read."""
         self._bell.ring()
 
-    def _attend(self) -> None:
+    def start_reading(self) -> None:
         """Have the background thread read, unless a caller does."""
         with self._thread_lock:
             if self._thread is None or not self._thread.is_alive():

@@ -43,7 +43,12 @@ class ShortCalls:
     ) -> Sequence[SendReceipt]:
         """See `BrokerContract`."""
         items: Any = list(bodies)
-        if options or not items or not fits(topic, queue_id or 0) or any(type(item) is not bytes for item in items):
+        if (
+            _given(options)
+            or not items
+            or not fits(topic, queue_id or 0)
+            or any(type(item) is not bytes for item in items)
+        ):
             receipts: Sequence[SendReceipt] = self._call("put_many", (topic, items), {"queue_id": queue_id, **options})
             return receipts
         fields = {"topic": topic} if queue_id is None else {"topic": topic, "queueId": queue_id}
@@ -89,7 +94,7 @@ class ShortCalls:
         **options: Any,
     ) -> list[Delivery]:
         """See `BrokerContract`."""
-        if options or not fits(group, topic, n, queue_id):
+        if _given(options) or not fits(group, topic, n, queue_id):
             options |= {"queue_id": queue_id, "invisible": invisible, "order": order, "skip_acked": skip_acked}
             found: list[Delivery] = self._call("pop", (group, topic, n), {**options, "acks": acks})
             return found
@@ -110,10 +115,14 @@ class ShortCalls:
 
     def ack(self, group: str, topic: str, receipts: Sequence[str], **options: Any) -> None:
         """See `BrokerContract`."""
-        if options or not fits(group, topic) or isinstance(receipts, str) or not receipts:
+        if _given(options) or not fits(group, topic) or isinstance(receipts, str) or not receipts:
             self._call("ack", (group, topic, receipts), options)
         else:
             self._ask(_ACK, {"group": group, "topic": topic}, _text(receipts))
+
+
+def _given(options: dict[str, Any]) -> bool:
+    return any(value is not None for value in options.values())
 
 
 def _text(receipts: Sequence[str]) -> bytes:
