@@ -24,10 +24,6 @@ def bodies(messages: list[Message]) -> list[bytes]:
     return [message.body for message in messages]
 
 
-def read_all(store: Store, topic: str) -> list[Message]:
-    return [message for queue in store.queues(topic) for message in store.iter(*queue)]
-
-
 # -- sends and reads --------------------------------------------------------------------------------------------------
 
 
@@ -36,6 +32,7 @@ def test_messages_are_put_and_read(store: Store, name: str) -> None:
     receipt = store.put(name, b"one", tag="paid", keys=["k1"], properties={"shop": "3"}, queue_id=3)
     store.put_many(name, [b"two", b"three"], queue_id=3)
 
+    until(lambda: len(store.read(name, 3, 0)) == 3)
     [first, *rest] = store.read(name, 3, 0)
 
     assert (first.body, first.tag, first.keys, first.properties["shop"]) == (b"one", "paid", ("k1",), "3")
@@ -70,6 +67,7 @@ def test_large_bodies_are_compressed_on_the_way(store: Store, name: str) -> None
     with store.producer(compress_over=4096) as producer:
         receipt = producer.send(name, body)
 
+    until(lambda: store.read(*receipt.queue, receipt.offset))
     assert store.read(*receipt.queue, receipt.offset)[0].body == body
 
 

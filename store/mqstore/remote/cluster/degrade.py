@@ -46,6 +46,7 @@ DIFFERENCES: Final[dict[str, Difference]] = {
         "a failed item is redelivered alone", "it is redelivered with all later items of its batch"
     ),
     "create_topic": Difference("any number of queues", "the queues are spread over the brokers, in turn"),
+    "a read after a put": Difference("finds the message", "finds it some milliseconds later"),
     "queue numbers": Difference("the same for everybody", "those of this client; RocketMQ names broker and id"),
     "dead letters": Difference("list, replay, purge", "list and replay; a letter that was sent again stays listed"),
     "verify, snapshot, stats": Difference("yes", "NotSupportedError; use RocketMQ's tools"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mqstore.broker.filters.filter import parse_filter
 from mqstore.broker.names import is_system_topic
@@ -23,27 +23,15 @@ def log_of(broker: ClusterBroker, links: Links) -> SimpleNamespace:
     """Return the reads of a cluster."""
 
     def get(
-        topic: str,
-        queue_id: int,
-        offset: int,
-        max_messages: int = 32,
-        *,
-        max_bytes: int | None = None,
-        tags: str | None = "*",
+        topic: str, queue_id: int, offset: int, max_messages: int = 32, *, tags: str | None = "*", **asked: Any
     ) -> GetResult:
-        chosen = parse_filter(tags)
-        result = broker.read(topic, queue_id, offset, max_messages, max_bytes=max_bytes, filter=chosen)
+        result = broker.read(topic, queue_id, offset, max_messages, filter=parse_filter(tags), **asked)
         return GetResult(*result[:5])  # type: ignore[arg-type]  # without a group there is no reset
 
     def find(
-        topic: str,
-        *,
-        key: str | None = None,
-        unique_key: str | None = None,
-        start_ms: int = 0,
-        stop_ms: int = 1 << 62,
-        limit: int = 32,
+        topic: str, *, key: str | None = None, unique_key: str | None = None, limit: int = 32, **asked: Any
     ) -> list[Message]:
+        start_ms, stop_ms = asked.get("start_ms", 0), asked.get("stop_ms", 1 << 62)
         if unique_key is not None:
             found = broker.find(topic, unique_key=unique_key, limit=limit)
         else:

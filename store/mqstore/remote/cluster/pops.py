@@ -25,7 +25,7 @@ from mqstore.broker.names import dlq_topic, pop_retry_topic, retry_topic
 from mqstore.broker.pop.receipts import claim_of, expired
 from mqstore.broker.redelivery.retry import origin_topic
 from mqstore.broker.waiting import Callback, Waiter
-from mqstore.contract import MAX_BATCH, Delivery, Filter, Loss, Pending, Start
+from mqstore.contract import MAX_BATCH, Delivery, Filter, Loss, Pending
 from mqstore.errors import ConfigError, ConnectionLostError
 from mqstore.layout.properties import (
     DELAY,
@@ -72,6 +72,7 @@ class _Lease:
     ends_ms: int
     """Time by the monotonic clock."""
     attempt: int
+    is_acked: bool = False
 
 
 class Pops(Reads):
@@ -94,11 +95,9 @@ class Pops(Reads):
             raise ConfigError(f"n must be 1 to {MAX_BATCH}, got {n}")
         options = {"queue_id": -1, "filter": None, "order": False, "start": None, "attempt_id": None, **options}
         options["filter"] = as_filter(options["filter"])
-        invisible_ms, end_ms = (
-            milliseconds(invisible, "invisible"),
-            self.clock.monotonic_ms() + milliseconds(poll, "poll"),
-        )
-        while not (found := self._pop(group, topic, n, invisible_ms, **options)):
+        invisible_ms = milliseconds(invisible, "invisible")
+        end_ms = self.clock.monotonic_ms() + milliseconds(poll, "poll")
+        while not (found := self._pop(group, topic, n, invisible_ms, options)):
             left_ms = end_ms - self.clock.monotonic_ms()
             if left_ms <= 0:
                 break
@@ -109,32 +108,20 @@ class Pops(Reads):
             self.remove_waiter(waiter)
         return found
 
-    def _pop(
-        self,
-        group: str,
-        topic: str,
-        n: int,
-        invisible_ms: int,
-        *,
-        queue_id: int,
-        filter: Filter | None,
-        order: bool,
-        start: Start | None,
-        attempt_id: str | None,
-        **unused: object,
-    ) -> list[Delivery]:
+    def _pop(self, group: str, topic: str, n: int, invisible_ms: int, options: dict[str, Any]) -> list[Delivery]:
         """Pop once, from the brokers in turn."""
         known = self.groups.get(group)
-        begin = start or (known.start if known is not None else "earliest")
+        begin = options["start"] or (known.start if known is not None else "earliest")
+        chosen, attempt_id = options["filter"], options["attempt_id"]
         found: list[Delivery] = []
         lost: ConnectionLostError | None = None
-        asked = self._popped(topic, queue_id)
+        asked = self._popped(topic, options["queue_id"])
         for broker, its_queue in asked:
             fields = named(
                 "consumerGroup topic queueId maxMsgNums invisibleTime pollTime bornTime initMode expType exp order "
                 "attemptId",
                 *(group, topic, its_queue, n - len(found), invisible_ms, 0, self.clock.now_ms()),
-                *(int(begin == "latest"), *expression_of(filter), order, attempt_id),
+                *(int(begin == "latest"), *expression_of(chosen), options["order"], attempt_id),
             )
             try:
                 # Not repeated: the messages of a lost answer come again when their time is over.
@@ -143,7 +130,7 @@ class Pops(Reads):
                 lost = error
                 continue
             if answer.code == 0:
-                found += self._deliveries(answer, group, topic, broker, invisible_ms, filter)
+                found += self._deliveries(answer, group, topic, broker, invisible_ms, chosen)
             if len(found) >= n:
                 break
         if lost is not None and not found and len(asked) == 1:
@@ -188,17 +175,11 @@ class Pops(Reads):
         return found
 
     def add_pop_waiter(
-        self,
-        group: str,
-        topic: str,
-        callback: Callback,
-        *,
-        queue_id: int = -1,
-        filter: Filter | str | None = None,
-        order: bool = False,
-        timeout: Duration | None = None,
+        self, group: str, topic: str, callback: Callback, *, queue_id: int = -1, order: bool = False, **asked: Any
     ) -> Waiter:
-        waiter, chosen = self._waiter(None, callback, timeout), expression_of(as_filter(filter))
+        """Park a waiter (`BrokerContract.add_pop_waiter`). `asked` is some of filter and timeout."""
+        waiter = self._waiter(None, callback, asked.get("timeout"))
+        chosen = expression_of(as_filter(asked.get("filter")))
         asked_s: dict[str, float] = {}
         for broker, its_queue in self._popped(topic, queue_id):
 
@@ -226,49 +207,53 @@ class Pops(Reads):
 
     def _settle(self, group: str, topic: str, receipts: Sequence[str]) -> None:
         """Acknowledge live receipts, all at once."""
-        newest = [self._lease(receipt).receipt for receipt in receipts]
-        self._links.call_many([(each.split(" ")[5], ACK_MESSAGE, self._fields(group, topic, each)) for each in newest])
+        leases = [self._lease(receipt) for receipt in receipts]
+        for lease in leases:
+            lease.is_acked = True
+        self._acknowledge(group, topic, [lease.receipt for lease in leases])
         for receipt in receipts:
             self._leases.pop(receipt, None)
 
+    def _acknowledge(self, group: str, topic: str, newest: Sequence[str]) -> None:
+        self._links.call_many([(each.split(" ")[5], ACK_MESSAGE, self._fields(group, topic, each)) for each in newest])
+
     def renew(self, group: str, topic: str, receipt: str, invisible: Duration, *, durability: object = None) -> str:
-        lease = self._lease(receipt)
+        lease = self._leases.setdefault(receipt, self._lease(receipt))
         ends_ms = self.clock.monotonic_ms() + (invisible_ms := milliseconds(invisible, "invisible"))
-        self._leases[receipt] = _Lease(self._change(group, topic, receipt, invisible_ms), ends_ms, lease.attempt)
+        lease.receipt, lease.ends_ms = self._change(group, topic, receipt, invisible_ms), ends_ms
+        if lease.is_acked:  # meanwhile, by the receipt that this call has made an old one, which brokers ignore
+            self._acknowledge(group, topic, [lease.receipt])
         return receipt
 
     def _change(self, group: str, topic: str, receipt: str, invisible_ms: int) -> str:
         """Make a delivery end in this time. Return its new receipt. Raises ReceiptExpiredError."""
         self._check(receipt)
-        newest = self._leases.pop(receipt, self._lease(receipt)).receipt
+        newest = self._lease(receipt).receipt
+        place = newest.split(" ")[4:8]  # mark, broker, queue id, offset
         fields = {**self._fields(group, topic, newest), "invisibleTime": invisible_ms}
-        answer = self._links.call(newest.split(" ")[5], CHANGE_INVISIBLE, fields).fields
-        _, _, _, _, mark, broker, queue_id, offset, *_ = newest.split(" ")
-        return " ".join(
-            (offset, answer["popTime"], answer["invisibleTime"], answer["reviveQid"], mark, broker, queue_id, offset)
-        )
+        answer = self._links.call(place[1], CHANGE_INVISIBLE, fields).fields
+        return " ".join((place[3], answer["popTime"], answer["invisibleTime"], answer["reviveQid"], *place))
+
+    def _give_back(self, group: str, topic: str, receipt: str, delay_ms: int) -> str:
+        """Settle a delivery as failed. Return its new receipt."""
+        newest = self._change(group, topic, receipt, max(1, delay_ms))
+        self._leases.pop(receipt, None)
+        return newest
 
     def nack(
-        self,
-        group: str,
-        topic: str,
-        receipt: str,
-        delay: Duration | None = None,
-        *,
-        error: str = "",
-        durability: object = None,
+        self, group: str, topic: str, receipt: str, delay: Duration | None = None, *, error: str = "", **asked: object
     ) -> str | None:
         if delay is not None:
-            return self._change(group, topic, receipt, max(1, milliseconds(delay, "delay")))
+            return self._give_back(group, topic, receipt, milliseconds(delay, "delay"))
         config, attempt = self.groups.require(group), self._lease(receipt).attempt
         if config.max_attempts is not None and attempt >= config.max_attempts:
             self.dead_letter(group, topic, receipt, error or f"attempt {attempt} failed")
             return None
-        return self._change(group, topic, receipt, max(1, config.delay_ms(attempt)))
+        return self._give_back(group, topic, receipt, config.delay_ms(attempt))
 
     def release(self, group: str, topic: str, receipts: Sequence[str], *, durability: object = None) -> None:
         for receipt in receipts:
-            self._change(group, topic, receipt, _RELEASE_MS)
+            self._give_back(group, topic, receipt, _RELEASE_MS)
 
     def dead_letter(self, group: str, topic: str, receipt: str, reason: str, *, durability: object = None) -> None:
         self._check(receipt)
@@ -318,19 +303,12 @@ class Pops(Reads):
         return [pop_retry_topic(group, topic, version) for version in (1, 2)]
 
     def send_back(
-        self,
-        group: str,
-        message: Message | SendReceipt | int,
-        *,
-        delay_level: int = 0,
-        delay: Duration | None = None,
-        max_reconsume: int | None = None,
-        attempts: int | None = None,
-        reason: str | None = None,
-        durability: object = None,
+        self, group: str, message: Message | SendReceipt | int, *, delay_level: int = 0, **asked: Any
     ) -> SendReceipt:
-        """Redeliver or dead-letter a failed message. A delay becomes the next level of the broker. The receipt has only
-        the topic."""
+        """Redeliver or dead-letter a failed message (`BrokerContract.send_back`). `asked` is some of delay,
+        max_reconsume, attempts and reason. A delay becomes the next level of the broker. The receipt has only the
+        topic."""
+        delay, max_reconsume, attempts, reason = map(asked.get, ("delay", "max_reconsume", "attempts", "reason"))
         if isinstance(message, int):
             raise ConfigError("a physical offset does not name a message of a cluster: pass the message")
         if isinstance(message, SendReceipt):
@@ -345,9 +323,8 @@ class Pops(Reads):
             topic = self._bury(group, broker, message, origin_topic(message, group), why, times, popped=False)
         else:
             if not delay_level:
-                wait_ms = (
-                    config.retry_policy._next_delay_ms(times - 1) if delay is None else milliseconds(delay, "delay")
-                )
+                by_policy_ms = config.retry_policy._next_delay_ms(times - 1)
+                wait_ms = by_policy_ms if delay is None else milliseconds(delay, "delay")
                 levels_ms = delay_table_ms(self._links.config(broker).get("messageDelayLevel") or DEFAULT_DELAY_LEVELS)
                 delay_level = min(bisect_left(levels_ms, wait_ms), len(levels_ms) - 1) + 1
             names = "offset group delayLevel originMsgId originTopic unitMode maxReconsumeTimes"

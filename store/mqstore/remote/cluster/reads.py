@@ -25,7 +25,7 @@ from mqstore.contract import BrokerContract, Filter, ReadResult, Start
 from mqstore.errors import ConfigError, GroupNotFoundError, MQStoreError, ResultCode, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.reading.reader import GetStatus, to_ms
-from mqstore.options import Durability, Duration, seconds
+from mqstore.options import Duration, seconds
 from mqstore.remote.cluster.links import Fields, Links, named
 from mqstore.remote.cluster.records import expression_of, message_at, records
 from mqstore.remote.cluster.routes import fastjson
@@ -88,20 +88,12 @@ class Reads(BrokerContract):
 
     # -- reads ------------------------------------------------------------------------------------------------------
 
-    def read(
-        self,
-        topic: str,
-        queue_id: int,
-        offset: int,
-        max_messages: int = 32,
-        *,
-        max_bytes: int | None = None,
-        filter: Filter | str | None = None,
-        group: str | None = None,
-    ) -> ReadResult:
+    def read(self, topic: str, queue_id: int, offset: int, max_messages: int = 32, **asked: Any) -> ReadResult:
+        """Return messages (`BrokerContract.read`). `asked` is some of max_bytes, filter and group."""
         if max_messages < 1:
             raise ConfigError(f"max_messages must be at least 1, got {max_messages}")
-        place, queue, chosen = self._links.place(topic, queue_id), QueueRef(topic, queue_id), as_filter(filter)
+        max_bytes, group, chosen = asked.get("max_bytes"), asked.get("group"), as_filter(asked.get("filter"))
+        place, queue = self._links.place(topic, queue_id), QueueRef(topic, queue_id)
         if group is not None and (target := self._resets.pop((group, queue), None)) is not None:
             return ReadResult("OFFSET_RESET", [], target, *self._bounds(queue), 0)
         kept = self._kept.pop(queue, None)
@@ -136,18 +128,10 @@ class Reads(BrokerContract):
 
     # -- waits ------------------------------------------------------------------------------------------------------
 
-    def add_waiter(
-        self,
-        topic: str,
-        queue_id: int,
-        offset: int,
-        callback: Callback,
-        *,
-        filter: Filter | str | None = None,
-        timeout: Duration | None = None,
-    ) -> Waiter:
-        waiter = self._waiter(offset, callback, timeout)
-        self._wait(waiter, QueueRef(topic, queue_id), offset, as_filter(filter))
+    def add_waiter(self, topic: str, queue_id: int, offset: int, callback: Callback, **asked: Any) -> Waiter:
+        """Park a waiter (`BrokerContract.add_waiter`). `asked` is some of filter and timeout."""
+        waiter = self._waiter(offset, callback, asked.get("timeout"))
+        self._wait(waiter, QueueRef(topic, queue_id), offset, as_filter(asked.get("filter")))
         return waiter
 
     def remove_waiter(self, waiter: Waiter) -> bool:
@@ -231,22 +215,14 @@ class Reads(BrokerContract):
         answer = self._links.call(place.broker, Code.QUERY_CONSUMER_OFFSET, fields, ok=(0, QUERY_NOT_FOUND))
         return int(answer.fields["offset"]) if answer.code == 0 else None
 
-    def commit(
-        self,
-        group: str,
-        topic: str,
-        queue_id: int,
-        offset: int,
-        *,
-        durability: Durability | None = None,
-        owner: str | None = None,
-    ) -> None:
+    def commit(self, group: str, topic: str, queue_id: int, offset: int, **asked: Any) -> None:
+        """Note an offset (`BrokerContract.commit`). The broker does not look at its owner."""
         self._links.place(topic, queue_id)
         key = group, QueueRef(topic, queue_id)
         with self._lock:
             if key not in self._resets:  # until the next read, commits of a queue that was reset do not count
                 self._commits[key] = offset
-        if durability == "flush":
+        if asked.get("durability") == "flush":
             self._save([key])
 
     def _save(self, keys: Iterable[tuple[str, QueueRef]] | None = None) -> None:

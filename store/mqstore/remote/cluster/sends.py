@@ -76,7 +76,6 @@ class Sends(BrokerContract):
     """Puts of a `ClusterBroker`. Thread-safe."""
 
     _links: Links
-
     topics: Topics
     clock: Clock
     _has_warned = False
@@ -99,11 +98,10 @@ class Sends(BrokerContract):
         """Send one message. Return the answer, too."""
         properties, flag, sys_flag, body = prepared
         now_ms = self.clock.now_ms()
+        sent = properties, group, now_ms if born_ms is None else born_ms, flag, sys_flag
 
         def send(place: Place) -> Frame:
-            fields = self._send_fields(
-                route, place, properties, group, now_ms if born_ms is None else born_ms, flag, sys_flag
-            )
+            fields = self._send_fields(route, place, *sent)
             return self._links.call(place.broker, Code.SEND_MESSAGE_V2, fields, body, ok=STORED, repeat=False)
 
         number, answer = self._try(route, queue_id, options, send)
@@ -158,10 +156,8 @@ class Sends(BrokerContract):
         for each in bodies:
             message = each if isinstance(each, OutgoingMessage) else OutgoingMessage(each)
             refuse_routing(message, topic)
-            names = ("tag", "keys", "properties", "unique_key")
-            properties, _, _, body = self._prepared(
-                route, message.body, {name: getattr(message, name) for name in names}
-            )
+            options = {name: getattr(message, name) for name in ("tag", "keys", "properties", "unique_key")}
+            properties, _, _, body = self._prepared(route, message.body, options)
             items.append(batch_item(message, body, properties))
             keys.append(properties[UNIQ_KEY])
         try:

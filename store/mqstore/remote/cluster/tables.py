@@ -60,10 +60,8 @@ class Topics:
         if route is None:
             check_user_topic(name)
             if self._links.config(self._links.brokers[0]).get("autoCreateTopicEnable") == "false":
-                raise TopicNotFoundError(
-                    f"the cluster {self._links.name} has no topic {name!r}, and its brokers create none "
-                    f"(autoCreateTopicEnable); call create_topic"
-                )
+                why = "and its brokers create none (autoCreateTopicEnable); call create_topic"
+                raise TopicNotFoundError(f"the cluster {self._links.name} has no topic {name!r}, {why}")
             route = self.create(name)
         return route
 
@@ -148,19 +146,12 @@ class Members:
         links.every(HEARTBEAT_S, self.beat)
 
     def register(
-        self,
-        client_id: str,
-        group: str,
-        subscriptions: Subscriptions,
-        mode: Mode,
-        *,
-        owner: str | None = None,
-        retry: RetryPolicy | None = None,
+        self, client_id: str, group: str, subscriptions: Subscriptions, mode: Mode, *, retry: Any = None, **asked: Any
     ) -> bool:
-        self.check(client_id, group, subscriptions, mode, owner=owner, retry=retry)
+        self.check(client_id, group, subscriptions, mode, **asked)
         if retry is not None:
             self._groups.set_retry(group, retry)
-        member = Member(client_id, mode, dict(subscriptions), owner)
+        member = Member(client_id, mode, dict(subscriptions), asked.get("owner"))
         with self._lock:
             before = self._mine.get((group, client_id))
             self._mine[group, client_id] = member
@@ -171,16 +162,8 @@ class Members:
         self.changed(group)
         return True
 
-    def check(
-        self,
-        client_id: str,
-        group: str,
-        subscriptions: Subscriptions | None,
-        mode: Mode,
-        *,
-        owner: str | None = None,
-        retry: RetryPolicy | None = None,
-    ) -> None:
+    def check(self, client_id: str, group: str, *others: object, owner: str | None = None, **asked: object) -> None:
+        """Refuse a client id that another consumer of this process has. The brokers refuse nobody."""
         check_group(group)
         known = self._mine.get((group, client_id))
         if known is not None and known.owner != owner:
@@ -238,30 +221,16 @@ class Members:
             self._everywhere("", Code.HEART_BEAT, {}, dumps(body))
 
     def _heartbeat(self, client_id: str, group: str, member: Member) -> None:
-        version = time.time_ns() // 1_000_000
         subscriptions = []
+        names = "topic subString expressionType subVersion classFilterMode tagsSet codeSet"
         for topic, (kind, text) in member.subscriptions.items():
             tags = [tag.strip() for tag in text.split("||")] if kind == "TAG" and text != "*" else []
-            subscriptions.append(
-                {
-                    "topic": topic,
-                    "subString": text,
-                    "expressionType": kind,
-                    "subVersion": version,
-                    "classFilterMode": False,
-                    "tagsSet": tags,
-                    "codeSet": [java_hash(tag) for tag in tags],
-                }
-            )
-        consumer = {
-            "groupName": group,
-            "consumeType": "CONSUME_PASSIVELY",
-            "messageModel": "BROADCASTING" if member.mode.broadcasting else "CLUSTERING",
-            "consumeFromWhere": "CONSUME_FROM_FIRST_OFFSET",
-            "subscriptionDataSet": subscriptions,
-            "unitMode": False,
-        }
-        body = {"clientID": client_id, "consumerDataSet": [consumer], "producerDataSet": []}
+            version, codes = time.time_ns() // 1_000_000, [java_hash(tag) for tag in tags]
+            subscriptions.append(named(names, topic, text, kind, version, False, tags, codes))
+        model = "BROADCASTING" if member.mode.broadcasting else "CLUSTERING"
+        names = "groupName consumeType messageModel consumeFromWhere subscriptionDataSet unitMode"
+        values = group, "CONSUME_PASSIVELY", model, "CONSUME_FROM_FIRST_OFFSET", subscriptions, False
+        body = {"clientID": client_id, "consumerDataSet": [named(names, *values)], "producerDataSet": []}
         self._everywhere(client_id, Code.HEART_BEAT, {}, dumps(body))
 
     def _everywhere(self, member: str, code: int, fields: dict[str, object], body: bytes) -> None:
@@ -332,20 +301,15 @@ class Locks:
         name = group if mode is None or mode.ordered else f"{group}@mqstore"
         locked: set[QueueRef] = set()
         for broker, each in by_broker.items():
-            body = {
-                "consumerGroup": name,
-                "clientId": client_id,
-                "mqSet": [self._links.place(*queue).body(queue.topic) for queue in each],
-                "onlyThisBroker": False,
-            }
+            bodies = [self._links.place(*queue).body(queue.topic) for queue in each]
+            body = named("consumerGroup clientId mqSet onlyThisBroker", name, client_id, bodies, False)
             try:
                 answer = self._links.call(broker, code, {}, dumps(body))
             except ConnectionLostError as error:
                 _log.warning("group %s: %s", group, error)
                 continue
-            for queue in (fastjson(answer.body).get("lockOKMQSet") or []) if answer.body else []:
-                number = self._links.number(queue["topic"], queue["brokerName"], queue["queueId"])
-                locked.add(QueueRef(queue["topic"], number))
+            found = fastjson(answer.body) if answer.body else {}
+            locked.update(map(self._links.ref, found.get("lockOKMQSet") or ()))
         return locked
 
     def begin_work(self, group: str, queue: QueueRef, client_id: str) -> bool:
@@ -363,8 +327,5 @@ class Locks:
 
     def snapshot(self) -> list[QueueLock]:
         now_ms = self._clock.monotonic_ms()
-        held = list(self._held.items())
-        return [
-            QueueLock(group, queue, client_id, now_ms - since, now_ms - since > LEASE_MS)
-            for (group, queue), (client_id, since) in held
-        ]
+        ages = [(*key, client_id, now_ms - since) for key, (client_id, since) in [*self._held.items()]]
+        return [QueueLock(group, queue, client_id, age, age > LEASE_MS) for group, queue, client_id, age in ages]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from mqstore.contract import NOT_ASKED, NobodyAsked, TransactionHandle
 from mqstore.errors import InvalidMessageError
@@ -60,21 +60,13 @@ class Transactions:
         self._answers: dict[str, Answer] = {}
 
     def prepare(
-        self,
-        topic: str,
-        body: Body,
-        properties: Mapping[str, str],
-        *,
-        producer_group: str,
-        queue_id: int | None = None,
-        flag: int = 0,
-        sys_flag: int = 0,
-        durability: object = None,
+        self, topic: str, body: Body, properties: Mapping[str, str], *, producer_group: str, **asked: Any
     ) -> TransactionHandle:
+        """Store a half message (`TransactionCalls.prepare`). `asked` is some of queue_id, flag and sys_flag."""
         route = self._sends.topics.for_send(topic)
         marked = {**properties, TRAN_MSG: "true", PGROUP: producer_group}
-        prepared = marked, flag, sys_flag | TRANSACTION_PREPARED, flat_body(body)
-        answer, receipt = self._sends.send_prepared(route, queue_id, {}, prepared, producer_group)
+        prepared = marked, asked.get("flag", 0), asked.get("sys_flag", 0) | TRANSACTION_PREPARED, flat_body(body)
+        answer, receipt = self._sends.send_prepared(route, asked.get("queue_id"), {}, prepared, producer_group)
         key = marked[UNIQ_KEY]
         offset = int(answer.fields["queueOffset"])
         handle = TransactionHandle(key, topic, producer_group, offset, receipt.physical_offset)
@@ -82,12 +74,7 @@ class Transactions:
         return handle
 
     def end(
-        self,
-        transaction: TransactionHandle | str,
-        outcome: str,
-        *,
-        from_check: bool = False,
-        durability: object = None,
+        self, transaction: TransactionHandle | str, outcome: str, *, from_check: bool = False, **asked: object
     ) -> SendReceipt | None:
         """End a half message. The receipt of a commit has the address of the half message and the offset -1, since a
         broker does not tell where the visible message is."""
