@@ -49,7 +49,6 @@ from mqstore.signalsafe import check_holds_none
 
 if TYPE_CHECKING:
     from mqstore.broker.broker import Broker
-    from mqstore.serve.server import Limits
     from mqstore.serve.thread import ServerThread
 
 _log = logging.getLogger("mqstore")
@@ -456,21 +455,20 @@ class Store(Closing, Sending):
 
     def serve(
         self,
+        /,
         listen: str | Iterable[str] = "127.0.0.1:9876",
         *,
         unix: str | PathLike[str] | None = None,
-        advertise: str | None = None,
         insecure_bind: bool = False,
-        limits: Limits | None = None,
+        **options: Any,
     ) -> ServerThread:
         """Serve the store to other processes from a thread of this one (`docs/processes.md`), and return the server.
 
             listen          one or several HOST:PORT for RocketMQ's clients and `mqstore.connect`; () for none. Port 0
                             is any free one: see `address` of the result
             unix            path of the Unix socket for this user's processes, by default DIR/serve.sock
-            advertise       HOST:PORT for the routes of clients that reach the server at another one
-            insecure_bind   allow an address that other machines can reach; clients need no password
-            limits          what clients can make it hold (`mqstore.serve.Limits`)
+            insecure_bind   allow an address that other machines can reach, if clients need no password
+            options         others of `mqstore.serve.Server`: advertise, limits, metrics, tls, users
 
         The server keeps the store open. `close` of the server, or of the store, ends it.
 
@@ -481,9 +479,7 @@ class Store(Closing, Sending):
         check_holds_none()
         broker = self.broker
         self.log.check_open()
-        server = ServerThread(
-            broker, listen, unix=unix, advertise=advertise, insecure_bind=insecure_bind, limits=limits
-        )
+        server = ServerThread(broker, listen, unix=unix, insecure_bind=insecure_bind, **options)
         self._servers.append(server)
         return server
 

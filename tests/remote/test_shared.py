@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import Retention, StoreConfig
+from mqstore import StoreConfig
 from mqstore.clock import SimulatedClock
 from mqstore.errors import (
     ConfigError,
@@ -28,7 +27,7 @@ from mqstore.errors import (
     StoreIOError,
     StoreLockedError,
 )
-from mqstore.remote.shared import Starter, config_as_json, config_of_json
+from mqstore.remote.shared import Starter
 from tests.children import speaking_child
 from tests.holding import linux_only
 from tests.remote.servers import has_ended, pid_of, starts
@@ -162,21 +161,6 @@ def test_forked_child_does_not_keep_the_right_to_start(tmp_path: Path) -> None:
 
 # -- options ----------------------------------------------------------------------------------------------------------
 
-CONFIG = StoreConfig(
-    segment_bytes=1 << 20,
-    retention=Retention(age=timedelta(hours=1), unconsumed="drop"),
-    max_delay=timedelta(days=1),
-    flush_timeout=2,
-    auto_create_topics=False,
-)
-
-
-def test_configuration_travels_as_json() -> None:
-    again = config_of_json(json.loads(json.dumps(config_as_json(CONFIG))))
-    assert config_as_json(again) == config_as_json(CONFIG)
-    assert again.retention == Retention(age=3600.0, unconsumed="drop")
-    assert config_of_json(config_as_json(StoreConfig())) == StoreConfig()
-
 
 def test_options_of_the_first_process_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "mqstore")
@@ -189,7 +173,8 @@ def test_options_of_the_first_process_count(tmp_path: Path, caplog: pytest.LogCa
         other = StoreConfig(default_queues=3, max_delay=timedelta(hours=1))
         starter(tmp_path / "mq", durability="flush", config=other).dial().close()
     [record] = caplog.records
-    assert record.getMessage().endswith("no effect (durability='flush', max_delay=3600.0, default_queues=3)")
+    options = "durability='flush', max_delay=datetime.timedelta(seconds=3600), default_queues=3"
+    assert record.getMessage().endswith(f"no effect ({options})")
 
 
 # -- what cannot be served --------------------------------------------------------------------------------------------
@@ -269,6 +254,18 @@ def test_log_of_the_server_is_bounded(tmp_path: Path) -> None:
     with Client(starter(folder).dial()):
         assert (folder / "serve.log.1").read_bytes()[:1] == b"x"
         assert starts(folder) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"pid": 1, "endpoints": [7]}', '{"pid": 1, "endpoints": ["unix:", "unix:/"]}']
+)
+def test_damaged_announcement_is_as_none(tmp_path: Path, text: str) -> None:
+    folder = tmp_path / "mq"
+    folder.mkdir()
+    for name in ("serve.json", "serve.start"):
+        (folder / name).write_text(text)
+    with Client(starter(folder, durability="flush").dial()) as client:
+        assert client.ask(SEND, ORDERS).code == 0
 
 
 def test_log_is_not_written_through_a_link(tmp_path: Path) -> None:

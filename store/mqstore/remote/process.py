@@ -1,4 +1,4 @@
-"""The process that `mqstore.open(path, shared=True)` starts. Its one argument is JSON; see `remote/shared.py`.
+"""The process that `mqstore.open(path, shared=True)` starts. It reads the options from stdin; see `remote/shared.py`.
 
     store opened, sockets bound --> "ready" on stdout, which is then closed; stderr is the log
     an error before             --> the pickled error
@@ -16,14 +16,14 @@ import os
 import pickle
 import signal
 import sys
+from contextlib import suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, Final
 
 from mqstore.errors import ConfigError
 from mqstore.files.filesystem import REAL
-from mqstore.layout.jsontext import decode
-from mqstore.remote.shared import FAILED, READY, config_of_json
+from mqstore.remote.shared import FAILED, READY
 from mqstore.serve.listening import unix_path
 from mqstore.serve.server import Server
 from mqstore.store import Store
@@ -52,27 +52,24 @@ class _LogFile(RotatingFileHandler):
 def main() -> None:
     """Serve a store until nobody has been connected for a while."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a mask of the starter's thread would hold SIGTERM back
-    arguments = decode(sys.argv[1])
+    path = Path(sys.argv[1])
     try:
-        _serve(arguments)
+        _serve(path, *pickle.load(sys.stdin.buffer))
     except BaseException as error:
-        _log.exception("%s: the server has failed", arguments["path"])
+        _log.exception("%s: the server has failed", path)
         _say(FAILED + pickle.dumps(error))
         raise SystemExit(1) from None
 
 
-def _serve(arguments: dict[str, Any]) -> None:
-    path = Path(arguments["path"])
-    config = config_of_json(arguments["config"])
-    _log.addHandler(_LogFile(path / "serve.log", config.file_mode))
+def _serve(path: Path, linger_s: float, options: dict[str, Any]) -> None:
+    _log.addHandler(_LogFile(path / "serve.log", options["config"].file_mode))
     _log.setLevel(logging.INFO)
     if (unix := unix_path(path)) is None:
         raise ConfigError(
             f"{path} is too long for a Unix socket, and XDG_RUNTIME_DIR is not set: set it, or use a shorter path"
         )
-    options = {name: arguments[name] for name in ("create", "profile", "durability")}
-    with Store(path, config=config, lock_timeout=_CLOSING_S, **options) as store:
-        asyncio.run(_run(store, unix, arguments["linger_s"]))
+    with Store(path, lock_timeout=_CLOSING_S, **options) as store:
+        asyncio.run(_run(store, unix, linger_s))
     _log.info("%s: closed", path)
 
 
@@ -91,5 +88,5 @@ async def _run(store: Store, unix: Path, linger_s: float) -> None:
 
 
 def _say(data: bytes) -> None:
-    with open(1, "wb", closefd=False) as stdout:
+    with suppress(BrokenPipeError), open(1, "wb", closefd=False) as stdout:  # the starter may be gone
         stdout.write(data)

@@ -27,11 +27,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
-from datetime import timedelta
-from functools import partial
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,7 +49,7 @@ from mqstore.files.lock import refuse_beside_writer
 from mqstore.files.safe_open import resolved
 from mqstore.layout.jsontext import decode
 from mqstore.log import manifest
-from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig, check_durability, seconds
+from mqstore.options import Durability, Duration, Profile, StoreConfig, check_durability, seconds
 from mqstore.remote.store import RemoteStore
 
 _log = logging.getLogger("mqstore")
@@ -65,6 +63,7 @@ _PAUSE_S: Final = (0.005, 0.03)
 _FILE_BYTES_MAX: Final = 1 << 16
 _LINGER_S: Final = 1.0
 """Time that a server waits for the next client."""
+_DEFAULTS: Final = {"durability": "append"} | {each.name: each.default for each in fields(StoreConfig)}
 _PROGRAM: Final = "import os; os.fork() and os._exit(0)\nfrom mqstore.remote.process import main; main()"
 """It forks first, so that the server is not a child of a process that does not wait for it."""
 _ENVIRONMENT: Final = re.compile(
@@ -86,27 +85,6 @@ def _begin_child() -> None:
 os.register_at_fork(after_in_child=_begin_child)
 
 
-def config_as_json(config: StoreConfig) -> dict[str, Any]:
-    """Return the options of a configuration that are not the defaults. Durations become seconds.
-    Raises ConfigError for a clock, which another process cannot have.
-
-    >>> config_as_json(StoreConfig(max_delay=timedelta(hours=1)))
-    {'max_delay': 3600.0}
-    """
-    if config.clock is not None:
-        raise ConfigError("a clock belongs to one process; open the store without shared=True, or without the clock")
-    defaults = asdict(StoreConfig())
-    changed = {name: value for name, value in asdict(config).items() if value != defaults[name]}
-    value: dict[str, Any] = decode(json.dumps(changed, default=timedelta.total_seconds))
-    return value
-
-
-def config_of_json(value: Mapping[str, Any]) -> StoreConfig:
-    """Return the configuration that `config_as_json` has written."""
-    retention = value.get("retention")
-    return StoreConfig(**{**value, "retention": None if retention is None else Retention(**retention)})
-
-
 class Starter:
     """Connects a process to the server of a directory, and starts the server if there is none. Thread-safe."""
 
@@ -124,20 +102,21 @@ class Starter:
         """Prepare to connect to the server of the store in `path`, with the options of `mqstore.open`.
         The server ends when nobody has been connected for `linger_s`."""
         check_durability(durability)
-        self._lock_timeout_s = seconds(lock_timeout, "lock_timeout")
+        config = config or StoreConfig()
+        if config.clock is not None:
+            raise ConfigError("a clock belongs to one process: open the store without it, or without shared=True")
         self.path = Path(resolved(path))
-        self._create, self._profile, self._config = create, profile, config or StoreConfig()
-        changed = config_as_json(self._config)
-        self._options = changed if durability == "append" else {"durability": durability, **changed}
-        """Options that are not the defaults."""
-        self._arguments = {
-            "path": os.fspath(self.path),
+        self._options: dict[str, Any] = {
             "create": create,
             "profile": profile,
             "durability": durability,
-            "config": changed,
-            "linger_s": _LINGER_S if linger_s is None else linger_s,
+            "config": config,
         }
+        self._linger_s = _LINGER_S if linger_s is None else linger_s
+        self._lock_timeout_s = seconds(lock_timeout, "lock_timeout")
+        given = {"durability": durability} | {each.name: getattr(config, each.name) for each in fields(config)}
+        self._chosen = {name: repr(value) for name, value in given.items() if value != _DEFAULTS[name]}
+        """Options that are not the defaults."""
 
     def dial(self) -> socket.socket:
         """Return a socket that is connected to the server. Waits while a server starts, or closes its store.
@@ -156,8 +135,7 @@ class Starter:
         return found
 
     def _connected(self) -> socket.socket | None:
-        endpoints = self._notice().get("endpoints", ())
-        address = next((each[5:] for each in endpoints if each.startswith("unix:")), None)
+        _, address = self._notice()
         if address is None:
             return None
         found = socket.socket(socket.AF_UNIX)
@@ -168,18 +146,17 @@ class Starter:
             found.close()
             if isinstance(error, PermissionError):
                 raise NotPermittedError(f"the server of {self.path} belongs to another user") from error
-            if not isinstance(error, FileNotFoundError | ConnectionRefusedError):
-                raise
-            return None
+            return None  # nobody listens there
         except BaseException:
             found.close()
             raise
 
-    def _notice(self) -> dict[str, Any]:
-        with suppress(FileNotFoundError, FormatError):
-            value: dict[str, Any] = decode(REAL.read_whole(self.path / "serve.json", _FILE_BYTES_MAX))
-            return value
-        return {}
+    def _notice(self) -> tuple[int | None, str | None]:
+        """Return the process id and the Unix socket in serve.json, which a killed server leaves."""
+        with suppress(FileNotFoundError, FormatError, LookupError, TypeError, AttributeError, StopIteration):
+            value = decode(REAL.read_whole(self.path / "serve.json", _FILE_BYTES_MAX))
+            return value["pid"], next(each[5:] for each in value["endpoints"] if each.startswith("unix:"))
+        return None, None
 
     def _started(self, until_s: float) -> socket.socket | None:
         """Start a server and connect to it.
@@ -191,7 +168,7 @@ class Starter:
                 try:
                     refuse_beside_writer(self.path)
                 except StoreLockedError as error:
-                    was_killed = error.pid is not None and error.pid == self._notice().get("pid")
+                    was_killed = error.pid is not None and error.pid == self._notice()[0]
                     if not was_killed and time.monotonic() >= until_s:
                         raise
                     return None  # the system is about to close the files of a killed server
@@ -203,10 +180,11 @@ class Starter:
         """Lock serve.start. Yields its descriptor, or None if it is locked elsewhere."""
         name = self.path / "serve.start"
         if not REAL.exists(name):
-            resolve = partial(manifest.resolve, writer=True, create=self._create, clock=SYSTEM_CLOCK, fs=REAL)
-            resolve(self.path, profile=self._profile, config=self._config)  # raises before there is a file of ours
+            chosen = {name: self._options[name] for name in ("create", "profile", "config")}
+            # It raises before there is a file of ours.
+            manifest.resolve(self.path, writer=True, clock=SYSTEM_CLOCK, fs=REAL, **chosen)
             REAL.make_folders(self.path)
-        with REAL.opened(name, os.O_RDWR | os.O_CREAT, self._config.file_mode) as lock:
+        with REAL.opened(name, os.O_RDWR | os.O_CREAT, self._options["config"].file_mode) as lock:
             _locks.add(lock)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -222,7 +200,7 @@ class Starter:
 
     def _start(self, lock: int) -> None:
         """Start a server, which inherits the lock, and wait until clients can connect. Raises its error."""
-        text = json.dumps(self._options).encode()
+        text = json.dumps(self._chosen).encode()
         REAL.pwrite(lock, text.ljust(REAL.size(lock)), 0)
         from multiprocessing import spawn  # for programs in which Python is embedded: `multiprocessing.set_executable`
 
@@ -230,8 +208,8 @@ class Starter:
         kept = {name: value for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name)}
         try:
             process = subprocess.Popen(
-                [spawn.get_executable(), "-P", "-c", _PROGRAM, json.dumps(self._arguments)],
-                stdin=subprocess.DEVNULL,
+                [spawn.get_executable(), "-P", "-c", _PROGRAM, str(self.path)],
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=(lock,),
@@ -242,7 +220,7 @@ class Starter:
         except OSError as error:
             raise_os_error(error, spawn.get_executable(), "starting a server")
         with process:
-            said = process.communicate()[0]
+            said, _ = process.communicate(pickle.dumps((self._linger_s, self._options)))
         if said == READY:
             return
         printed, failed, pickled = said.partition(FAILED)
@@ -255,11 +233,14 @@ class Starter:
 
     def _warn_of_other_options(self) -> None:
         """Log which options have no effect, since the server was started with others."""
-        if not self._options:
+        if not self._chosen:
             return
-        with suppress(FileNotFoundError, FormatError), REAL.opened(self.path / "serve.start", os.O_RDONLY) as file:
+        with (
+            suppress(FileNotFoundError, FormatError, AttributeError),
+            REAL.opened(self.path / "serve.start", os.O_RDONLY) as file,
+        ):
             theirs = decode(REAL.pread(file, _FILE_BYTES_MAX, 0))
-            other = [f"{name}={value!r}" for name, value in self._options.items() if theirs.get(name) != value]
+            other = [f"{name}={text}" for name, text in self._chosen.items() if theirs.get(name) != text]
             if other:
                 _log.warning(
                     "%s: the process that started the server chose other options, and these have no effect (%s)",

@@ -16,13 +16,13 @@ import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from mqstore.closing import Closing
 from mqstore.errors import ConfigError
 from mqstore.serve.listening import Address, unix_path
-from mqstore.serve.server import Limits, Server
+from mqstore.serve.server import Server
 from mqstore.signalsafe import Future, check_holds_none
 
 if TYPE_CHECKING:
@@ -76,21 +76,20 @@ class ServerThread(Closing):
         listen: str | Iterable[str],
         *,
         unix: str | os.PathLike[str] | None,
-        advertise: str | None,
         insecure_bind: bool,
-        limits: Limits | None,
+        **options: Any,
     ) -> None:
         """Start a server as `Store.serve` does."""
         self._pid = os.getpid()
+        may_reach = insecure_bind or options.get("users") is not None
         self._server = Server(
             broker,
             listen=[
-                parsed_address(each, insecure_bind=insecure_bind)
+                parsed_address(each, insecure_bind=may_reach)
                 for each in ([listen] if isinstance(listen, str) else listen)
             ],
             unix=unix_path(broker.store.path) if unix is None else Path(unix),
-            advertise=advertise,
-            limits=limits,
+            **options,
         )
         self._ready: Future[list[str]] = Future()
         self._stop = asyncio.Event()
