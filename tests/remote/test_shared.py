@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -80,6 +81,17 @@ def test_server_that_was_killed_is_started_again(tmp_path: Path) -> None:
     with mqstore.open(tmp_path / "mq", lock_timeout=20) as store:
         assert store.recovery.clean_shutdown
         assert [message.body for message in store.iter("orders")] == [b"before", b"after"]
+
+
+def test_writer_that_is_being_killed_is_waited_for(tmp_path: Path) -> None:
+    store = mqstore.open(tmp_path / "mq")
+    notice = {"pid": os.getpid(), "endpoints": ["unix:/nowhere"]}  # as of a killed server, whose files are still open
+    (tmp_path / "mq" / "serve.json").write_text(json.dumps(notice))
+    closing = threading.Timer(0.2, store.close)
+    closing.start()
+    with Client(starter(tmp_path / "mq").dial()) as client:
+        assert client.ask(SEND, ORDERS).code == 0
+    closing.join()
 
 
 def test_processes_that_begin_at_once_start_one_server(tmp_path: Path) -> None:

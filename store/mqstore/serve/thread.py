@@ -80,7 +80,6 @@ class ServerThread(Closing):
         **options: Any,
     ) -> None:
         """Start a server as `Store.serve` does."""
-        self._pid = os.getpid()
         may_reach = insecure_bind or options.get("users") is not None
         self._server = Server(
             broker,
@@ -126,10 +125,8 @@ class ServerThread(Closing):
 
     def close(self) -> None:
         """Accept nothing more, answer waiting calls, and disconnect every client. The store stays open.
-        Repeating it is harmless. In a forked child it does nothing. Raises StoreBusyError in a signal handler that
+        Repeating it is harmless, and so is a call in a forked child. Raises StoreBusyError in a signal handler that
         interrupted a call with a lock."""
-        if os.getpid() != self._pid:
-            return
         check_holds_none()
         if self._thread.ident is None:  # the system had no thread left
             self._loop.close()
