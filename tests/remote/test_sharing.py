@@ -185,7 +185,7 @@ def test_shared_opening_is_for_writing_and_locks_as_another(tmp_path: Path) -> N
     closing = threading.Timer(0.2, store.close)
     closing.start()
     with mqstore.open(tmp_path / "mq", shared=True, lock_timeout=20) as shared:
-        with pytest.raises(StoreLockedError, match="is open for writing"):
+        with pytest.raises(StoreLockedError, match=r"which serves it; use mqstore\.connect\(.*/mq"):
             mqstore.open(tmp_path / "mq")
         with pytest.raises(ConfigError, match="serve"):
             shared.serve()

@@ -292,9 +292,19 @@ def _refusal(root: str | os.PathLike[str], holder: _Holder) -> StoreLockedError:
     on = "" if holder.host is None else f" on host {holder.host!a}"
     if holder.pid == os.getpid():
         text = f"{by}, which is this process; use that Store, or close it first"
+    elif _is_served(root, holder):
+        text = f"{by}{on}, which serves it; use mqstore.connect({os.fspath(root)!r}) or open(..., shared=True)"
     else:
         text = f"{by}{on}; put and consume there, or close it there first"
     return StoreLockedError(f"{os.fspath(root)} is open for writing in {text}; mode='r' can read messages", *holder)
+
+
+def _is_served(root: str | os.PathLike[str], holder: _Holder) -> bool:
+    """Return True if the holder has announced in serve.json that other processes can connect."""
+    with suppress(MQStoreError, OSError, LookupError, TypeError):
+        notice: Any = decode(REAL.read_whole(os.path.join(root, "serve.json"), _CONTENT_BYTES_MAX))
+        return holder.pid is not None and bool(notice["pid"] == holder.pid)
+    return False
 
 
 def refusal_to_reader(root: str | os.PathLike[str], fs: FileSystem = REAL) -> str:
