@@ -111,21 +111,49 @@ def all_acked(folder: Path, workers: int) -> Counter[bytes]:
     )
 
 
+def kill_again_and_again(directory: Path) -> None:
+    killed = 0
+    for _ in range(ROUNDS):
+        until(lambda: (directory / "serve.json").exists() and pid_of(directory) != killed)  # noqa: B023
+        time.sleep(0.1)  # under load
+        killed = pid_of(directory)
+        os.kill(killed, signal.SIGKILL)
+
+
 def test_kills_of_the_server_lose_and_repeat_nothing(tmp_path: Path) -> None:
     directory = tmp_path / "mq"
     stop = tmp_path / "stop"
     pids = [fork(keep_putting(directory, worker, stop, burst=200)) for worker in range(4)]
     try:
-        killed = 0
-        for _ in range(ROUNDS):
-            until(lambda: (directory / "serve.json").exists() and pid_of(directory) != killed)  # noqa: B023
-            time.sleep(0.1)  # under load
-            killed = pid_of(directory)
-            os.kill(killed, signal.SIGKILL)
+        kill_again_and_again(directory)
     finally:
         stop.touch()
         assert ended_well(pids)
     assert bodies(directory) == all_acked(tmp_path, 4)
+
+
+def test_kills_of_the_server_lose_no_task(tmp_path: Path) -> None:
+    directory = tmp_path / "mq"
+    numbers = [b"%d" % number for number in range(500 * ROUNDS)]
+
+    def work() -> None:
+        with mqstore.open(directory, shared=True) as store:
+            for _ in range(len(numbers)):
+                with store.queue("jobs", visibility=5).get(timeout=10) as task:
+                    if task.value == b"end":
+                        return
+                    store.put("numbers", task.value, unique_key=task.value.decode())
+
+    with mqstore.open(directory, shared=True) as store:
+        store.queue("jobs").put_many(numbers)
+        pids = [fork(work) for _ in range(4)]
+        try:
+            kill_again_and_again(directory)
+        finally:
+            until(lambda: store.queue("jobs").qsize() == 0)
+            store.queue("jobs").put_many([b"end"] * 4)
+            assert ended_well(pids)
+    assert set(bodies(directory)) == set(numbers)
 
 
 def test_idle_ends_of_the_server_lose_no_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +181,21 @@ def test_waiting_call_survives_a_kill_of_the_server(tmp_path: Path) -> None:
         other.queue("jobs").put(b"hello")
         getter.join(60)
         assert found == [b"hello"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_task_continues_when_the_server_is_replaced(tmp_path: Path, number: int) -> None:
+    with mqstore.open(tmp_path / "mq", shared=True) as store:
+        jobs = store.queue("jobs")
+        jobs.put(b"hello")
+        task = jobs.get()
+        pid = pid_of(tmp_path / "mq")
+        os.kill(pid, number)
+        until(lambda: has_ended(pid))
+        with pytest.raises(mqstore.QueueEmpty):
+            jobs.get(timeout=0.5)
+        task.ack()
+        assert jobs.qsize() == 0
 
 
 def test_stop_of_the_server_fails_no_call(tmp_path: Path) -> None:
