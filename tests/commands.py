@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CHANGING", "looking"]
+__all__ = ["ASKING", "CHANGING", "looking"]
 
 CHANGING = {
     *("produce", "consume", "serve", "recover", "topics create", "topics alter", "topics delete", "groups create"),
@@ -21,6 +21,8 @@ CHANGING = {
     *("spark clean", "spark sql", "spark shell", "bench"),
 }
 """Commands that change a store, make one of their own, or start Spark. `looking` has dry runs of some."""
+ASKING = {"clients"}
+"""Commands that ask a server."""
 
 
 def looking(store: object, copy: object, *, topic: str = "orders", group: str = "billing") -> dict[str, list[str]]:

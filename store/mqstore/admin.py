@@ -24,6 +24,7 @@ from mqstore.broker.admin import contents
 from mqstore.broker.admin.cut import cut_messages, restore_cut
 from mqstore.broker.admin.inspect import inspect_broker
 from mqstore.broker.admin.offline import Offline, look, offline
+from mqstore.broker.admin.operations import of_directory as operations
 from mqstore.broker.names import check_group, check_user_topic, retry_topics
 from mqstore.broker.redelivery.dead_letters import DeadLetters
 from mqstore.broker.tables.configchecks import CONFIG_CHECKS
@@ -47,6 +48,7 @@ __all__ = [
     "inspect_store",
     "look",
     "offline",
+    "operations",
     "plan_snapshot",
     "rebuild_config",
     "restore_cut",

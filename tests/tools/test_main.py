@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 import mqstore as library
-from tests.commands import CHANGING, looking
+from tests.commands import ASKING, CHANGING, looking
 from tests.tools.support import cli, environment, mqstore, process
 
 
@@ -224,7 +224,7 @@ def test_full_output_device_is_one_line() -> None:
 def test_each_command_looks_or_changes_something() -> None:
     looked = {name.partition(",")[0] for name in looking("", "")}
 
-    assert looked | CHANGING == set(map(" ".join, LEAVES))
+    assert looked | CHANGING | ASKING == set(map(" ".join, LEAVES))
     assert {name for name in looked & CHANGING if f"{name}, dry" not in looking("", "")} == set()
 
 

@@ -17,15 +17,14 @@ from typing import Any, Final
 
 import click
 
-import mqstore
 from mqstore import RetryPolicy, Store
 from mqstore.admin import check_group, check_user_topic, default_retry
 from mqstore.errors import StoreClosedError
 from mqstore_tools.actions import Commands, Printer
 from mqstore_tools.consume_run import Asked, Run, Source, Start, quiet, supervise
 from mqstore_tools.render import VERSION, as_json, body_bytes_option, console, note, print_json, progress, table
-from mqstore_tools.session import dry_run_option, planning, position
-from mqstore_tools.shared import FINDINGS, NumberRange, StoreCommand, directory_argument, json_option, refuse_given
+from mqstore_tools.session import administer, dry_run_option, open_store, position, target_argument
+from mqstore_tools.shared import FINDINGS, NumberRange, StoreCommand, json_option, refuse_given
 
 _OF_COMMANDS: Final = ("shell", "exec_timeout", "reject_code")
 _OF_PRINTING: Final = ("format_", "body_bytes")
@@ -47,7 +46,7 @@ Examples:
   mqstore consume var/mq orders --group billing --exec './book.sh' --workers 4 --max-attempts 5
   mqstore consume var/mq mail --group mailer --exec 'sendmail -t' --exec-timeout 60
   mqstore consume var/mq orders --group nightly --idle-exit 0    # exit when the queue is drained
-  mqstore consume var/mq orders --group billing --dry-run
+  mqstore consume 127.0.0.1:9876 orders --group billing --dry-run
 
 \b
 A command gets the body on stdin, and in its environment MQSTORE_TOPIC, MQSTORE_QUEUE_ID, MQSTORE_OFFSET,
@@ -63,7 +62,7 @@ their messages are redelivered. Three times: end at once.
 Exit codes: 0 fine, 1 messages failed (and did not succeed later) or became dead letters, 2 wrong usage, 3 the store
 cannot be opened.""",
 )
-@directory_argument
+@target_argument
 @click.argument("topics", metavar="TOPIC...", nargs=-1, required=True)
 @click.option("--group", required=True, help="Consumer group. Resumes at its committed offset.")
 @click.option(
@@ -129,7 +128,7 @@ cannot be opened.""",
 @click.pass_context
 def consume(
     ctx: click.Context,
-    directory: Path,
+    target: Path,
     topics: tuple[str, ...],
     group: str,
     ordered: bool | None,
@@ -153,7 +152,8 @@ def consume(
     """Consume the messages of TOPICs in the store in DIR for a group: print them, or run a command for each.
 
     A message is done when it has been printed, or its command has ended with exit code 0. If the process dies, messages
-    that are not done are redelivered. Holds the writer's lock while it runs. --json prints a summary at the end, on
+    that are not done are redelivered. Holds the writer's lock while it runs, or consumes from the server that has the
+    store open, next to other members of the group. --json prints a summary at the end, on
     stdout with --exec, or else on stderr.
     """
     if command is None:
@@ -164,12 +164,12 @@ def consume(
         raise click.UsageError("give --tags or --sql, not both")
     argv = None if command is None else _argv(command, shell=shell)
     if dry_run:
-        _dry_run(directory, group, dict.fromkeys(topics), start, json_output=json_output)
+        _dry_run(target, group, dict.fromkeys(topics), start, json_output=json_output)
         return
     asked = Asked(tuple(dict.fromkeys(topics)), group, ordered, tags, sql, start, workers)
     work = Printer(format_ == "jsonl", body_bytes) if argv is None else Commands(argv, group, exec_timeout, reject_code)
     run = Run(work, max_messages)
-    with mqstore.open(directory, create=False) as store:
+    with open_store(target, create=False) as store:
         policy = _policy(store, asked, max_attempts, retry_delay)
         source = Source(store, run, asked, policy)
         began = time.monotonic()
@@ -269,11 +269,10 @@ def _text(summary: dict[str, Any]) -> str:
     )
 
 
-def _dry_run(directory: Path, group: str, topics: Iterable[str], start: Start | None, *, json_output: bool) -> None:
+def _dry_run(target: Path, group: str, topics: Iterable[str], start: Start | None, *, json_output: bool) -> None:
     """Print the messages that the group has not consumed. Changes nothing."""
-    with planning(directory) as opened:
-        missing = [topic for topic in topics if opened.topics.get(topic) is None]
-        rows = opened.pending(group, [topic for topic in topics if topic not in missing], start)
+    with administer(target) as desk:
+        rows, missing = desk.pending(group, [*topics], start)
     total = sum(row["messages"] for row in rows)
     if json_output:
         print_json({"dry_run": True, "group": group, "messages": total, "queues": rows, "missing": missing})

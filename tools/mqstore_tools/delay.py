@@ -6,11 +6,10 @@ from pathlib import Path
 
 import click
 
-from mqstore.admin import look, offline
 from mqstore_tools.inspect import DELAY_COLUMNS, delay_cells
 from mqstore_tools.render import note, show_tables, when
-from mqstore_tools.session import DefaultGroup, dry_run_option, planning, print_done
-from mqstore_tools.shared import FINDINGS, directory_argument, json_option
+from mqstore_tools.session import DefaultGroup, administer, dry_run_option, examine, print_done, target_argument
+from mqstore_tools.shared import FINDINGS, json_option
 
 
 @click.group(
@@ -25,8 +24,8 @@ Examples:
 def delay() -> None:
     """Show the messages that wait to be delivered later, or cancel one.
 
-    `show` only reads, and works while a broker runs; `cancel` takes the writer's lock. See `mqstore delay COMMAND
-    --help`.
+    `show` only reads, and works while a broker runs. `cancel` takes the writer's lock, or lets the server do it that
+    has the store open. See `mqstore delay COMMAND --help`.
     """
 
 
@@ -37,17 +36,17 @@ Examples:
   mqstore delay show var/mq
   mqstore delay show var/mq --json | jq '.levels[] | select(.delay_ms == null)'   # orphans""",
 )
-@directory_argument
+@target_argument
 @json_option
-def show(directory: Path, json_output: bool) -> None:
+def show(target: Path, json_output: bool) -> None:
     """Show the delayed messages in the store in DIR: by level, retries included, and those of the timer.
 
     An orphan is a level that is not in the store's table of levels. The next broker moves its messages to the timer,
     where they keep their times, or delivers them at once with orphan_level_policy="deliver_now". The figures are those
     on disk: a running broker is some seconds ahead.
     """
-    with look(directory) as opened:
-        found = opened.delays()
+    with examine(target) as desk:
+        found = desk.delays()
     timer = found["timer"]
     waiting = ["timer", "any", "-", "-", timer["waiting"], when(timer["next_due_ms"]), "-"]
     cells = [*map(delay_cells, found["levels"]), waiting]
@@ -61,22 +60,18 @@ Examples:
   mqstore delay cancel var/mq djEgb3JkZXJzIG1xc3RvcmUgMTcwMDAwMDAwMDAwMSAwMUFC --dry-run
   mqstore delay cancel var/mq djEgb3JkZXJzIG1xc3RvcmUgMTcwMDAwMDAwMDAwMSAwMUFC""",
 )
-@directory_argument
+@target_argument
 @click.argument("handle")
 @dry_run_option
 @json_option
 @click.pass_context
-def cancel(ctx: click.Context, directory: Path, handle: str, dry_run: bool, json_output: bool) -> None:
+def cancel(ctx: click.Context, target: Path, handle: str, dry_run: bool, json_output: bool) -> None:
     """Cancel the message of a recall HANDLE, which its put has returned, in the store in DIR.
 
     Exit code 1 if there is nothing to cancel: the message was delivered, is due, or never existed.
     """
-    if dry_run:
-        with planning(directory) as opened:
-            cancelled = opened.cancel(handle, dry_run=True)
-    else:
-        with offline(directory) as opened:
-            cancelled = opened.cancel(handle)
+    with administer(target) as desk:
+        cancelled = desk.cancel(handle, dry_run=dry_run)
     if cancelled or json_output:
         row = {"dry_run": dry_run, "cancelled": cancelled}
         print_done(row, "would be cancelled" if dry_run else "cancelled", json_output=json_output)

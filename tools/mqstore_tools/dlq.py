@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import click
 
-from mqstore.admin import Offline, look, offline
+from mqstore.admin import DeadLetters, look
 from mqstore_tools.multi_store import on_spark, spark_option, stores_argument
 from mqstore_tools.render import body_bytes_option, note, print_json, print_message, progress, safe, show_tables, when
-from mqstore_tools.session import DefaultGroup, ask, dry_run_option, moment, planning, print_done, to_ms, yes_option
-from mqstore_tools.shared import FINDINGS, directory_argument, json_option
+from mqstore_tools.session import (
+    DefaultGroup,
+    administer,
+    ask,
+    connected,
+    dry_run_option,
+    is_address,
+    moment,
+    print_done,
+    target_argument,
+    to_ms,
+    yes_option,
+)
+from mqstore_tools.shared import FINDINGS, json_option
 
 _before_option = click.option(
     "--before",
@@ -37,8 +53,8 @@ Examples:
 def dlq() -> None:
     """Show, replay or purge dead letters: messages that failed in all attempts of a group.
 
-    `list` and `show` only read, and work while a broker runs; the others take the writer's lock. See `mqstore dlq
-    COMMAND --help`.
+    `list` and `show` only read, and work while a broker runs. The others take the writer's lock, or let the server do
+    it that has the store open. See `mqstore dlq COMMAND --help`.
     """
 
 
@@ -94,7 +110,7 @@ Examples:
   mqstore dlq show var/mq --group billing --offset 17
   mqstore dlq show var/mq --group billing --json | jq -r '.body | @base64d'""",
 )
-@directory_argument
+@target_argument
 @click.option("--group", required=True, help="Group of the dead letters.")
 @_offset_option
 @_before_option
@@ -103,7 +119,7 @@ Examples:
 @click.pass_context
 def show(
     ctx: click.Context,
-    directory: Path,
+    target: Path,
     group: str,
     chosen: tuple[int, ...],
     before: datetime | None,
@@ -116,8 +132,8 @@ def show(
     """
     printed: set[int] = set()
     fine = True
-    with look(directory) as opened:
-        for letter in opened.dead_letters(group).select(offsets=chosen or None, stop_ms=_ms(before)):
+    with _letters(target, group) as letters:
+        for letter in letters.select(offsets=chosen or None, stop_ms=_ms(before)):
             fine &= print_message(letter, json_output=json_output, body_bytes=body_bytes)
             printed.add(letter.offset)
     missing = ", ".join(map(str, sorted(set(chosen) - printed)))
@@ -127,6 +143,16 @@ def show(
         note(f"no dead letter at offset {missing}")
     if missing or not fine:
         ctx.exit(FINDINGS)
+
+
+@contextmanager
+def _letters(target: Path, group: str) -> Iterator[DeadLetters]:
+    if is_address(target) and (store := connected(target)) is not None:
+        with store:
+            yield store.dead_letters(group)
+    else:
+        with look(target) as opened:
+            yield opened.dead_letters(group)
 
 
 @dlq.command(
@@ -166,34 +192,44 @@ def replay(
 
     Only their own group receives them, unless --all-groups or --to is given. A dead letter that was sent is no longer
     listed, and a later replay does not send it again. All stores are checked first. If a dead letter cannot be sent, or
-    there is none at an --offset, nothing is sent.
+    there is none at an --offset, nothing is sent. A store that a server has open must be the only one.
     """
     from mqstore.jobs import dlq_resend, select
 
-    letters = select(stores, topics=topics or None, stop=before, where=where)
-    with on_spark(master) as spark, progress("sending", of_bytes=False) as report:
-        found = dlq_resend(
-            letters,
-            groups=groups or None,
-            offsets=chosen or None,
-            all_groups=all_groups,
-            to_topic=to_topic,
-            dry_run=dry_run,
-            spark=spark,
-            progress=report,
-        )
+    how: dict[str, Any] = {"all_groups": all_groups, "to_topic": to_topic, "dry_run": dry_run}
+    if master is None and (store := _served(stores)) is not None:
+        choice = {"topics": topics or None, "before_ms": _ms(before), "where": where, "offsets": chosen or None}
+        with store:
+            sent = store.admin.replay(groups or None, **choice, **how)
+        rows = [{"store": stores[0], **asdict(each)} for each in sent]
+        found = {"dry_run": dry_run, "count": sum(row["count"] for row in rows), "letters": rows}
+    else:
+        letters = select(stores, topics=topics or None, stop=before, where=where)
+        with on_spark(master) as spark, progress("sending", of_bytes=False) as report:
+            found = dlq_resend(
+                letters, groups=groups or None, offsets=chosen or None, **how, spark=spark, progress=report
+            ).to_dict()
     if json_output:
-        print_json(found.to_dict())
+        print_json(found)
         return
-    several = len({row.store for row in found.letters}) > 1
-    for row in found.letters:
+    several = len({row["store"] for row in found["letters"]}) > 1
+    for row in found["letters"]:
         way = "to" if all_groups or to_topic else "from"
-        where_ = ", ".join(f"{count} {way} {topic}" for topic, count in row.topics.items())
+        where_ = ", ".join(f"{count} {way} {topic}" for topic, count in row["topics"].items())
         verb = "would send" if dry_run else "sent"
-        text = f"{verb} {row.count} dead letters of {row.group}: {where_}"
-        print(safe(f"{row.store}: {text}" if several else text))
-    if not found.count:
+        text = f"{verb} {row['count']} dead letters of {row['group']}: {where_}"
+        print(safe(f"{row['store']}: {text}" if several else text))
+    if not found["count"]:
         print("no dead letters to send")
+
+
+def _served(stores: tuple[str, ...]) -> Any:
+    """Return the store, connected, if there is only one and a server has it, or else None."""
+    if len(stores) == 1:
+        return connected(Path(stores[0]))
+    if addresses := [each for each in stores if is_address(Path(each))]:
+        raise click.UsageError(f"{addresses[0]} must be the only store")
+    return None
 
 
 @dlq.command(
@@ -204,14 +240,14 @@ Examples:
   mqstore dlq purge var/mq --group billing --before 30d --yes
   mqstore dlq purge var/mq --group billing    # all, after a prompt""",
 )
-@directory_argument
+@target_argument
 @click.option("--group", required=True, help="Group of the dead letters.")
 @_before_option
 @dry_run_option
 @yes_option
 @json_option
 def purge(
-    directory: Path,
+    target: Path,
     group: str,
     before: datetime | None,
     dry_run: bool,
@@ -222,19 +258,13 @@ def purge(
 
     They are no longer listed or replayed, and no longer keep segments from being deleted.
     """
-
-    def change(opened: Offline, *, dry_run: bool) -> int:
-        letters = opened.dead_letters(group)
-        return letters.purge(before_ms=_ms(before), dry_run=dry_run)
-
-    with planning(directory) as opened:
-        count = change(opened, dry_run=True)
-    row = {"dry_run": dry_run, "group": group, "count": count}
-    if dry_run or not count:
-        text = f"would purge {count} dead letters of {group}" if count else "no dead letters to purge"
-        print_done(row, text, json_output=json_output)
-        return
-    ask(safe(f"Purge {count} dead letters of {group}?"), yes=yes)
-    with offline(directory) as opened:
-        row["count"] = change(opened, dry_run=False)
+    with administer(target) as desk:
+        count = desk.purge(group, before_ms=_ms(before), dry_run=True)
+        row = {"dry_run": dry_run, "group": group, "count": count}
+        if dry_run or not count:
+            text = f"would purge {count} dead letters of {group}" if count else "no dead letters to purge"
+            print_done(row, text, json_output=json_output)
+            return
+        ask(safe(f"Purge {count} dead letters of {group}?"), yes=yes)
+        row["count"] = desk.purge(group, before_ms=_ms(before))
     print_done(row, f"purged {row['count']} dead letters of {group}", json_output=json_output)

@@ -11,8 +11,6 @@ from typing import Any
 import click
 
 from mqstore import RetryPolicy
-from mqstore.admin import Offline, default_retry, look
-from mqstore.errors import GroupNotFoundError
 from mqstore.jobs import duration_s
 from mqstore_tools.lag import suspended_tables
 from mqstore_tools.render import show_tables, when
@@ -21,13 +19,14 @@ from mqstore_tools.session import (
     carry_out,
     delete_after_asking,
     dry_run_option,
-    planning,
+    examine,
     position,
     show_ms,
+    target_argument,
     to_ms,
     yes_option,
 )
-from mqstore_tools.shared import directory_argument, json_option
+from mqstore_tools.shared import json_option
 
 
 @click.group(
@@ -44,8 +43,8 @@ Examples:
 def groups() -> None:
     """Show, create, alter and delete consumer groups.
 
-    `list` and `show` only read, and work while a broker runs; the others take the writer's lock. See `mqstore groups
-    COMMAND --help`.
+    `list` and `show` only read, and work while a broker runs. The others take the writer's lock, or let the server do
+    it that has the store open. See `mqstore groups COMMAND --help`.
     """
 
 
@@ -57,16 +56,16 @@ Examples:
   mqstore groups list var/mq
   mqstore groups list var/mq --json | jq '.groups[] | select(.registered | not)'""",
 )
-@directory_argument
+@target_argument
 @json_option
-def list_(directory: Path, json_output: bool) -> None:
+def list_(target: Path, json_output: bool) -> None:
     """Show the groups of the store in DIR: attempts, retry delays, where they start, topics they consume.
 
     A group that has committed offsets, but no entry in config/subscriptionGroup.json, is shown with default settings.
     Queues of ordered groups that a failed message blocks are listed below with the message, the time of its first
     failure, its last failed attempt and the error. `mqstore lag` lists them, too.
     """
-    _show(directory, None, json_output=json_output)
+    _show(target, None, json_output=json_output)
 
 
 @groups.command(
@@ -77,24 +76,21 @@ Examples:
   mqstore groups show var/mq billing
   mqstore groups show var/mq billing --json | jq '.suspended[].error'""",
 )
-@directory_argument
+@target_argument
 @click.argument("group")
 @json_option
-def show(directory: Path, group: str, json_output: bool) -> None:
+def show(target: Path, group: str, json_output: bool) -> None:
     """Show the group GROUP of the store in DIR as `mqstore groups list` does, with blocked queues.
 
     --json prints the same object as in `groups list`. An unknown group is an error.
     """
-    _show(directory, group, json_output=json_output)
+    _show(target, group, json_output=json_output)
 
 
-def _show(directory: Path, only: str | None, *, json_output: bool) -> None:
+def _show(target: Path, only: str | None, *, json_output: bool) -> None:
     now_ms = time.time_ns() // 1_000_000
-    with look(directory) as opened:
-        names = [name for name in opened.group_names() if only in (None, name)]
-        if only is not None and not names:
-            raise GroupNotFoundError(f"{directory} has no group {only!r}; `mqstore groups list` shows all")
-        rows = [{**_row(opened, name), "suspended": _suspended(opened, name)} for name in names]
+    with examine(target) as desk:
+        rows = [{**_row(view), "suspended": _suspended(view)} for view in desk.groups(only)]
     columns = ("group", "attempts>", "retries after", "fifo", "start", "may", "topics")
     cells = [
         (
@@ -113,22 +109,22 @@ def _show(directory: Path, only: str | None, *, json_output: bool) -> None:
     show_tables(found, ("", columns, cells), *suspended_tables(queues, now_ms), json_output=json_output)
 
 
-def _suspended(opened: Offline, name: str) -> list[dict[str, Any]]:
-    return [{**queue._asdict(), **asdict(failed)} for queue, failed in opened.suspended(name).items()]
+def _suspended(view: Any) -> list[dict[str, Any]]:
+    return [{**queue._asdict(), **asdict(failed)} for queue, failed in view.suspended.items()]
 
 
-def _row(opened: Offline, name: str) -> dict[str, Any]:
-    shown = opened.group(name)
+def _row(view: Any) -> dict[str, Any]:
+    shown = view.config
     return {
-        "name": name,
-        "registered": opened.groups.get(name) is not None,
+        "name": shown.name,
+        "registered": view.registered,
         "max_attempts": shown.max_attempts,
         "retry": _retry_text(shown.retry_policy),
         "fifo": shown.orderly,
         "start": shown.start,
         "consume": shown.consume_enable,
         "broadcast": shown.consume_broadcast_enable,
-        "topics": sorted({topic for topic, _ in opened.offsets.of_group(name)}),
+        "topics": view.topics,
     }
 
 
@@ -206,25 +202,16 @@ def _settings(command: Any) -> Any:
 
 
 def _given(
-    old: RetryPolicy,
-    max_attempts: int | None,
-    retry: RetryPolicy | None,
+    *,
     start: str | int | None,
     fifo: bool | None,
     consume: bool | None,
     broadcast: bool | None,
+    **retry: Any,
 ) -> dict[str, Any]:
     """Return the given settings as arguments of the library."""
-    settings: dict[str, Any] = {
-        "start": start,
-        "orderly": fifo,
-        "consume_enable": consume,
-        "consume_broadcast_enable": broadcast,
-    }
-    if retry is not None or max_attempts is not None:
-        attempts = old.max_attempts if max_attempts is None else max_attempts or None
-        settings["retry_policy"] = (retry or old).with_attempts(attempts)
-    return {name: value for name, value in settings.items() if value is not None}
+    settings = {"start": start, "orderly": fifo, "consume_enable": consume, "consume_broadcast_enable": broadcast}
+    return {"settings": {name: value for name, value in settings.items() if value is not None}, **retry}
 
 
 @groups.command(
@@ -235,24 +222,22 @@ Examples:
   mqstore groups create var/mq billing --max-attempts 5 --retry '10s 1m 10m' --start latest
   mqstore groups create var/mq ledger --fifo --max-attempts 5""",
 )
-@directory_argument
+@target_argument
 @click.argument("name")
 @_settings
 @dry_run_option
 @json_option
-def create(directory: Path, name: str, dry_run: bool, json_output: bool, **typed: Any) -> None:
+def create(target: Path, name: str, dry_run: bool, json_output: bool, **typed: Any) -> None:
     """Create the consumer group NAME in the store in DIR.
 
     A group created with --fifo retries for ever: a message that always fails blocks its queue. Give --max-attempts if
     such a message should become a dead letter instead.
     """
 
-    def change(opened: Offline) -> dict[str, Any]:
-        policy = default_retry(bool(typed["fifo"]))
-        opened.groups.create(name, exist_ok=False, **_given(policy, **typed))
-        return _row(opened, name)
+    def change(desk: Any) -> Any:
+        return desk.create_group(name, dry_run=dry_run, **_given(**typed))
 
-    carry_out(f"create group {name}", directory, change, dry_run=dry_run, json_output=json_output)
+    carry_out(f"create group {name}", target, change, _row, dry_run=dry_run, json_output=json_output)
 
 
 @groups.command(
@@ -262,21 +247,20 @@ Examples:
   mqstore groups alter var/mq billing --max-attempts 3
   mqstore groups alter var/mq billing --no-consume         # stop deliveries to all members""",
 )
-@directory_argument
+@target_argument
 @click.argument("name")
 @_settings
 @dry_run_option
 @json_option
-def alter(directory: Path, name: str, dry_run: bool, json_output: bool, **typed: Any) -> None:
+def alter(target: Path, name: str, dry_run: bool, json_output: bool, **typed: Any) -> None:
     """Change the given settings of the consumer group NAME in the store in DIR."""
     if all(value is None for value in typed.values()):
         raise click.UsageError("give --max-attempts, --retry, --start, --fifo, --consume or --broadcast")
 
-    def change(opened: Offline) -> dict[str, Any]:
-        opened.groups.alter(name, **_given(opened.group(name).retry_policy, **typed))
-        return _row(opened, name)
+    def change(desk: Any) -> Any:
+        return desk.alter_group(name, dry_run=dry_run, **_given(**typed))
 
-    carry_out(f"alter group {name}", directory, change, dry_run=dry_run, json_output=json_output)
+    carry_out(f"alter group {name}", target, change, _row, dry_run=dry_run, json_output=json_output)
 
 
 @groups.command(
@@ -286,26 +270,24 @@ Examples:
   mqstore groups delete var/mq billing --dry-run
   mqstore groups delete var/mq billing --yes""",
 )
-@directory_argument
+@target_argument
 @click.argument("name")
 @dry_run_option
 @yes_option
 @json_option
-def delete(directory: Path, name: str, dry_run: bool, yes: bool, json_output: bool) -> None:
+def delete(target: Path, name: str, dry_run: bool, yes: bool, json_output: bool) -> None:
     """Delete the consumer group NAME in the store in DIR: settings, committed offsets, deliveries in flight.
 
     Asks first. No message is deleted: its dead letters and messages that wait for a retry remain. A new group with this
     name starts like any other.
     """
-    with planning(directory) as opened:
-        if name not in opened.group_names():
-            raise GroupNotFoundError(f"{directory} has no group {name!r}: no settings, no committed offsets")
-        row = {"name": name, "topics": _row(opened, name)["topics"]}
-    what = f"group {name}"
-    what += f" and its offsets in {', '.join(row['topics'])}" if row["topics"] else ""
-    delete_after_asking(
-        *(what, row, directory, lambda opened: opened.delete_group(name)),
-        dry_run=dry_run,
-        yes=yes,
-        json_output=json_output,
-    )
+
+    def describe(view: Any) -> tuple[str, dict[str, Any]]:
+        what = f"group {name}"
+        what += f" and its offsets in {', '.join(view.topics)}" if view.topics else ""
+        return what, {"name": name, "topics": view.topics}
+
+    def delete(desk: Any, **how: Any) -> Any:
+        return desk.delete_group(name, **how)
+
+    delete_after_asking(target, delete, describe, dry_run=dry_run, yes=yes, json_output=json_output)

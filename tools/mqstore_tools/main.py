@@ -32,6 +32,7 @@ COMMANDS = (
     "groups",
     "offsets",
     "lag",
+    "clients",
     "traffic",
     "trace",
     "delay",
@@ -105,7 +106,8 @@ def cli(ctx: click.Context) -> None:
     """Inspect, check, repair, fill and drain message stores: directories of mqstore or a RocketMQ broker.
 
     Only produce, consume, serve and recover change a store, and commands named create, alter, delete, reset, cancel,
-    replay, restore or purge. All others only read, and work while a writer has the store open.
+    replay, restore or purge. All others only read, and work while a writer has the store open. If that is `mqstore
+    serve`, it makes the changes of all these commands but recover and restore, which also take its HOST:PORT for DIR.
     """
     from mqstore_tools.render import EscapingHandler
 

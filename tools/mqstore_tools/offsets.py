@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import click
 
-from mqstore import QueueRef
-from mqstore.admin import Offline, look, offline
 from mqstore_tools.render import safe, show_tables
-from mqstore_tools.session import DefaultGroup, ask, dry_run_option, planning, position, yes_option
-from mqstore_tools.shared import directory_argument, json_option
+from mqstore_tools.session import (
+    DefaultGroup,
+    administer,
+    ask,
+    dry_run_option,
+    examine,
+    position,
+    target_argument,
+    yes_option,
+)
+from mqstore_tools.shared import json_option
 
 To = Literal["earliest", "latest"] | datetime | int
 
@@ -29,8 +37,8 @@ Examples:
 def offsets() -> None:
     """Show and reset the committed offsets of consumer groups.
 
-    `show` only reads, and works while a broker runs; `reset` takes the writer's lock. See `mqstore offsets COMMAND
-    --help`.
+    `show` only reads, and works while a broker runs. `reset` takes the writer's lock, or lets the server do it that has
+    the store open. See `mqstore offsets COMMAND --help`.
     """
 
 
@@ -41,11 +49,11 @@ Examples:
   mqstore offsets show var/mq --group billing
   mqstore offsets show var/mq --topic orders --json""",
 )
-@directory_argument
+@target_argument
 @click.option("--group", help="Only this group.")
 @click.option("--topic", help="Only this topic.")
 @json_option
-def show(directory: Path, group: str | None, topic: str | None, json_output: bool) -> None:
+def show(target: Path, group: str | None, topic: str | None, json_output: bool) -> None:
     """Show the committed offsets of the groups in the store in DIR, and the first and end offsets of the queues.
 
     For a group that pops, the next offset is that of the first unsettled message, and all unsettled messages count as
@@ -54,9 +62,7 @@ def show(directory: Path, group: str | None, topic: str | None, json_output: boo
     The figures are those on disk. A running broker saves a commit shortly after it is made, and the offsets of groups
     that pop every few seconds.
     """
-    with look(directory) as opened:
-        if topic is not None:
-            opened.topics.require(topic)
+    with examine(target) as desk:
         rows = [
             {
                 "group": lag.group,
@@ -68,9 +74,7 @@ def show(directory: Path, group: str | None, topic: str | None, json_output: boo
                 "behind": None if lag.committed is None else lag.messages,
                 "lost": lag.lost,
             }
-            for name in (opened.group_names() if group is None else [group])
-            for lag in opened.lag(name)
-            if topic is None or lag.topic == topic
+            for lag in desk.lag(group, topic)
         ]
     columns = ("group", "topic", "queue>", "first>", "next offset>", "end>", "behind>", "lost>")
     cells = [row.values() for row in rows]
@@ -94,7 +98,7 @@ Examples:
   mqstore offsets reset var/mq --group billing --topic orders --to 36h --yes
   mqstore offsets reset var/mq --group billing --topic orders --queue-id 2 --to 1500""",
 )
-@directory_argument
+@target_argument
 @click.option("--group", required=True, help="Consumer group to move.")
 @click.option("--topic", required=True)
 @click.option("--queue-id", type=click.IntRange(0), help="Only this queue.")
@@ -110,44 +114,37 @@ Examples:
 @yes_option
 @json_option
 def reset(
-    directory: Path, group: str, topic: str, queue_id: int | None, to: To, dry_run: bool, yes: bool, json_output: bool
+    target: Path, group: str, topic: str, queue_id: int | None, to: To, dry_run: bool, yes: bool, json_output: bool
 ) -> None:
     """Move a group's committed offset in a topic of the store in DIR.
 
     Asks first. Skipped messages are not delivered to the group, messages after the new offset are delivered again, and
     its deliveries in flight in these queues are forgotten.
     """
-    with planning(directory) as opened:
-        opened.topics.require(topic)
-        before = dict(opened.offsets.of_group(group))
-        rows = _changes(opened, opened.reset(group, topic, queue_id, to), before)
-    if dry_run:
-        _report(group, rows, dry_run=True, json_output=json_output)
-        return
-    if not yes:
-        _report(group, rows, dry_run=True, json_output=False, stderr=True)
-    ask(safe(f"Move the offsets of group {group}?"), yes=yes)
-    with offline(directory) as opened:
-        done = opened.reset(group, topic, queue_id, to)
-        rows = _changes(opened, done, before)
+    with administer(target) as desk:
+        rows = _changes(desk.reset(group, topic, to, queue_id, dry_run=True))
+        if dry_run:
+            _report(group, rows, dry_run=True, json_output=json_output)
+            return
+        if not yes:
+            _report(group, rows, dry_run=True, json_output=False, stderr=True)
+        ask(safe(f"Move the offsets of group {group}?"), yes=yes)
+        rows = _changes(desk.reset(group, topic, to, queue_id))
     _report(group, rows, dry_run=False, json_output=json_output)
 
 
-def _changes(opened: Offline, targets: dict[QueueRef, int], before: dict[tuple[str, int], int]) -> list[dict[str, Any]]:
+def _changes(moves: Iterable[Any]) -> list[dict[str, Any]]:
     """Return a row per queue, with the number of messages `skipped` and of those delivered `again`."""
     rows = []
-    for ref, target in sorted(targets.items()):
-        low, _ = opened.offsets.bounds(*ref)
-        old = before.get(ref)
-        at = low if old is None else max(low, old)
+    for move in moves:
+        at = move.first if move.before is None else max(move.first, move.before)
         rows.append(
             {
-                "topic": ref.topic,
-                "queue_id": ref.queue_id,
-                "from": old,
-                "to": target,
-                "skipped": max(0, target - at),
-                "again": max(0, at - target),
+                **move.queue._asdict(),
+                "from": move.before,
+                "to": move.to,
+                "skipped": max(0, move.to - at),
+                "again": max(0, at - move.to),
             }
         )
     return rows

@@ -25,15 +25,14 @@ from typing import Any, BinaryIO
 
 import click
 
-import mqstore
 from mqstore import JSON, MQStoreError, OutgoingMessage, SendReceipt, StoreConfig
-from mqstore.admin import check_message, check_user_topic
-from mqstore.errors import FormatError, InvalidMessageError, NotAStoreError
+from mqstore.admin import check_message, check_user_topic, look
+from mqstore.errors import ConnectionLostError, FormatError, InvalidMessageError, NotAStoreError
 from mqstore_tools.builder import Format, NoMessage, Recipe, Record
 from mqstore_tools.multi_store import duration, pairs
 from mqstore_tools.render import note, print_json, progress, safe, show_bytes
-from mqstore_tools.session import dry_run_option, planning
-from mqstore_tools.shared import FINDINGS, INTERRUPTED, NumberRange, StoreCommand, directory_argument, json_option
+from mqstore_tools.session import connected, dry_run_option, open_store, target_argument
+from mqstore_tools.shared import FINDINGS, INTERRUPTED, NumberRange, StoreCommand, json_option
 
 _PIECE = 1000
 _PIECE_BYTES = 4 << 20
@@ -52,13 +51,13 @@ _BAD_SHOWN = 10
 Examples:
   mqstore produce var/mq orders --body 'hello' --tag created --key o-17 --property region=eu
   mqstore produce var/mq orders invoice.pdf --format file
-  seq 1000 | mqstore produce var/mq numbers
+  seq 1000 | mqstore produce 127.0.0.1:9876 numbers
   mqstore produce var/mq orders orders.jsonl --format jsonl --key @id --message-group @customer
   mqstore produce var/mq orders orders.csv --format csv --body-is-record --tag imported --dry-run
   mqstore export var/old --topic orders | mqstore produce var/mq orders --exported
   tail -f app.log | mqstore produce var/mq logs --rate 500 --flush""",
 )
-@directory_argument
+@target_argument
 @click.argument("topic")
 @click.argument(
     "files", metavar="[FILE]...", nargs=-1, type=click.Path(path_type=Path, dir_okay=False, allow_dash=True)
@@ -100,7 +99,7 @@ Examples:
 @click.pass_context
 def produce(
     ctx: click.Context,
-    directory: Path,
+    target: Path,
     topic: str,
     files: tuple[Path, ...],
     format_: Format,
@@ -130,7 +129,8 @@ def produce(
     Other fields are ignored.
 
     Stores the messages before a bad line, reports the line and stops; --skip-bad continues. Holds the writer's lock
-    while it runs. Ctrl-C or SIGTERM: it stores the messages that were read and reports their number.
+    while it runs, or sends to the server that has the store open. If that is killed, it reports the number of stored
+    messages. Ctrl-C or SIGTERM: it stores the messages that were read and reports their number.
     """
     if exported and format_ in ("csv", "file"):
         raise click.UsageError("the output of `mqstore export` is JSON lines: leave out --format")
@@ -152,8 +152,8 @@ def produce(
     done = _Done(topic)
     stop = _Interrupt()
     sources = _sources(files or (Path("-"),), done) if body is None else [("--body", io.BytesIO(os.fsencode(body)))]
-    target = _target(directory, topic, queue_id, dry_run=dry_run, create=create, flush=flush)
-    with stop.installed(), target as (send, recipe.max_message_size):
+    sending = _target(target, topic, queue_id, dry_run=dry_run, create=create, flush=flush)
+    with stop.installed(), sending as (send, recipe.max_message_size):
         try:
             _run(sources, recipe, done, stop, send, skip_bad=skip_bad, rate=rate if not dry_run else None)
         except MQStoreError as error:
@@ -161,7 +161,8 @@ def produce(
             if json_output:
                 done.show(json_output=True, dry_run=dry_run, failed=str(error))
             if not isinstance(error, _BadLineError):
-                note(f"{done.messages} messages were stored before this error:")
+                perhaps = f", and of the next {done.perhaps} perhaps some" if done.perhaps else ""
+                note(f"{done.messages} messages were stored before this error{perhaps}:")
             raise
     done.show(json_output=json_output, dry_run=dry_run, interrupted=stop.asked)
     if stop.asked:
@@ -211,31 +212,34 @@ _Send = Callable[[Sequence[OutgoingMessage]], Sequence[SendReceipt]]
 
 @contextmanager
 def _target(
-    directory: Path, topic: str, queue_id: int | None, *, dry_run: bool, create: bool, flush: bool
+    target: Path, topic: str, queue_id: int | None, *, dry_run: bool, create: bool, flush: bool
 ) -> Iterator[tuple[_Send, int | None]]:
     """Give a function that stores a piece and returns its receipts, none in a dry run, and the largest body.
     None: that of a new store."""
     if dry_run:
-        yield lambda messages: (), _plan(directory, topic, queue_id, create=create)
+        yield lambda messages: (), _plan(target, topic, queue_id, create=create)
         return
     with (
-        mqstore.open(directory, create=create) as store,
+        open_store(target, create=create) as store,
         store.producer("mqstore-produce", durability="flush" if flush else "append") as producer,
     ):
         limit = store.broker.limits.max_message_size
         yield lambda messages: producer.send_many(topic, messages, queue_id=queue_id), limit
 
 
-def _plan(directory: Path, topic: str, queue_id: int | None, *, create: bool) -> int | None:
+def _plan(target: Path, topic: str, queue_id: int | None, *, create: bool) -> int | None:
     """Raise the errors of opening the store and of a put to the queue. Return its largest body, if it exists."""
     queues, limit = StoreConfig().default_queues, None
     try:
-        with planning(directory) as opened:
-            config = opened.topics.get(topic)
-            queues = queues if config is None else config.write_queues
-            limit = opened.max_message_size
+        if (store := connected(target)) is not None:
+            with store:
+                config, limit = store.broker.topics.get(topic), store.broker.limits.max_message_size
+        else:
+            with look(target, alone=True) as opened:
+                config, limit = opened.topics.get(topic), opened.max_message_size
+        queues = queues if config is None else config.write_queues
     except NotAStoreError:
-        if not create or (directory.exists() and not (directory.is_dir() and not any(directory.iterdir()))):
+        if not create or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
             raise
     if queue_id is not None and queue_id >= queues:
         raise InvalidMessageError(
@@ -270,7 +274,11 @@ class _Sender:
         self._wait()
         piece, size = self._piece, self._bytes
         self._piece, self._bytes = [], 0
-        receipts = self._send(piece)
+        try:
+            receipts = self._send(piece)
+        except ConnectionLostError as error:
+            self._done.perhaps = len(piece) - len(error.receipts) if error.sent else 0
+            raise
         self._sent += len(piece)
         self._done.messages += len(piece) - len(receipts)  # a dry run has no receipts
         self._done.body_bytes += size
@@ -296,6 +304,8 @@ class _Done:
     messages: int = 0
     body_bytes: int = 0
     bad: int = 0
+    perhaps: int = 0
+    """Messages whose answer was lost with the connection to a server."""
     read_bytes: int = 0
     total_bytes: int = 0
     begin: float = field(default_factory=time.monotonic)
@@ -338,7 +348,7 @@ class _Done:
             ],
         }
         if failed is not None:
-            row["failed"] = failed
+            row |= {"failed": failed, "perhaps_stored": self.perhaps}
         what = f"{self.messages} messages, {show_bytes(self.body_bytes)}"
         verb = "would send" if dry_run else "interrupted; sent" if interrupted else "sent"
         speed = "" if dry_run or seconds <= 0 else f" in {seconds:.2f} s, {self.messages / seconds:,.0f} a second"

@@ -1,8 +1,10 @@
 """Common parts of the commands about the broker: open a store, ask for confirmation, read and show times.
 
-look        (of `mqstore.admin`) the tables of a store, also while a writer runs
-planning    the same for a dry run: fails while a writer has the store open, as the change itself would
-offline     (of `mqstore.admin`) the change itself
+    HOST:PORT, unix:PATH                      the server there
+    a directory that a server has open        the server; commands that only read read the files
+    any other directory                       its files, with the writer's lock for a change
+
+A server names itself in the directory's `serve.json`. That counts only while its process has the writer's lock.
 """
 
 from __future__ import annotations
@@ -10,29 +12,86 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import click
 
-from mqstore.admin import Offline, look, offline
-from mqstore.errors import ReadOnlyStoreError
+import mqstore
+from mqstore import Store
+from mqstore.admin import operations
+from mqstore.errors import ConnectionLostError
 from mqstore.jobs import duration_s
 from mqstore_tools.render import note, print_json, safe
 from mqstore_tools.shared import StoreCommand
 
 _AGE = re.compile(r"\d{1,9}[smhd]")
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^/:\s\[\]]+):\d{1,5}")
 
 dry_run_option = click.option("--dry-run", is_flag=True, help="Only print what would be done.")
 yes_option = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 
 
-def planning(directory: Path) -> AbstractContextManager[Offline]:
-    """Open the tables for a dry run. Raises StoreLockedError, which names the writer, if there is one."""
-    return look(directory, alone=True)
+def is_address(target: Path) -> bool:
+    """Return True for HOST:PORT and unix:PATH. An existing path is one, and so is ./HOST:PORT."""
+    text = os.fspath(target)
+    return not target.exists() and (text.startswith("unix:") or _ADDRESS.fullmatch(text) is not None)
+
+
+class _Target(click.Path):
+    """DIR or an address. A directory of that form is written ./HOST:PORT."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, readable=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = Path(os.fsdecode(super().convert(value, param, ctx)))
+        return found.absolute() if str(value).startswith("./") and is_address(found) else found
+
+
+target_argument = click.argument("target", metavar="DIR|HOST:PORT", type=_Target())
+
+
+def connected(target: Path) -> Any:
+    """Return the store of the server at an address, or of the one that has a directory open. None: no server has it.
+    Raises ConnectionLostError for an address, and ConfigError for a server of another kind."""
+    if is_address(target):
+        return mqstore.connect(os.fspath(target))
+    if not (target / "serve.json").is_file():
+        return None
+    try:
+        return mqstore.connect(target)
+    except ConnectionLostError:  # opening it says who has it, if anybody has
+        return None
+
+
+def open_store(target: Path, *, create: bool) -> Store:
+    """Connect to the store of a server, or open a directory for writing."""
+    store: Store | None = connected(target)
+    return store or mqstore.open(target, create=create)
+
+
+@contextmanager
+def administer(target: Path) -> Iterator[Any]:
+    """Yield the operations of an operator (`mqstore.admin.operations`), by the server if one has the store."""
+    if (store := connected(target)) is None:
+        yield operations(target)
+        return
+    with store:
+        yield store.admin
+
+
+@contextmanager
+def examine(target: Path) -> Iterator[Any]:
+    """Yield the same for a command that only reads. It reads a directory itself, also while a server has it."""
+    if is_address(target):
+        with administer(target) as desk:
+            yield desk
+    else:
+        yield operations(target)
 
 
 def ask(question: str, *, yes: bool) -> None:
@@ -55,40 +114,41 @@ def print_done(row: dict[str, Any], text: str, *, json_output: bool) -> None:
 
 
 def carry_out(
-    what: str, directory: Path, change: Callable[[Offline], dict[str, Any]], *, dry_run: bool, json_output: bool
+    what: str,
+    target: Path,
+    change: Callable[[Any], Any],
+    row: Callable[[Any], dict[str, Any]],
+    *,
+    dry_run: bool,
+    json_output: bool,
 ) -> None:
-    """Run `change` and print that `what`, such as "create topic orders", was done. JSON is the returned row.
-
-    With `dry_run` nothing is written: read-only tables check the whole change and then refuse to save it.
-    """
+    """Run `change` and print that `what`, such as "create topic orders", was done. JSON is the `row` of its result."""
     verb, kind, name = what.split(" ", 2)
+    with administer(target) as desk:
+        done = change(desk)
     if dry_run:
-        with planning(directory) as tables, suppress(ReadOnlyStoreError):
-            change(tables)
         print_done({"dry_run": True, "name": name}, f"would {what}", json_output=json_output)
-        return
-    with offline(directory) as opened:
-        row = change(opened)
-    print_done(row, f"{verb.removesuffix('e')}ed {kind} {name}", json_output=json_output)
+    else:
+        print_done(row(done), f"{verb.removesuffix('e')}ed {kind} {name}", json_output=json_output)
 
 
 def delete_after_asking(
-    what: str,
-    row: dict[str, Any],
-    directory: Path,
-    delete: Callable[[Offline], object],
+    target: Path,
+    delete: Callable[..., Any],
+    describe: Callable[[Any], tuple[str, dict[str, Any]]],
     *,
     dry_run: bool,
     yes: bool,
     json_output: bool,
 ) -> None:
-    """Run `delete` if the user agrees. `what` is deleted, and `row` is printed as JSON."""
-    if dry_run:
-        print_done({"dry_run": True, **row}, f"would delete {what}", json_output=json_output)
-        return
-    ask(safe(f"Delete {what}?"), yes=yes)
-    with offline(directory) as opened:
-        delete(opened)
+    """Run `delete(desk, dry_run=...)` if the user agrees. `describe` returns text and row of its plan."""
+    with administer(target) as desk:
+        what, row = describe(delete(desk, dry_run=True))
+        if dry_run:
+            print_done({"dry_run": True, **row}, f"would delete {what}", json_output=json_output)
+            return
+        ask(safe(f"Delete {what}?"), yes=yes)
+        delete(desk)
     print_done(row, f"deleted {what}", json_output=json_output)
 
 

@@ -31,6 +31,7 @@ from mqstore.errors import (
     InvalidMessageError,
     InvalidReceiptError,
     NotPermittedError,
+    NotSupportedError,
     OffsetOutOfRangeError,
     TopicNotFoundError,
 )
@@ -46,6 +47,7 @@ _USAGE_ERRORS = (
     InvalidMessageError,
     InvalidReceiptError,
     NotPermittedError,
+    NotSupportedError,
     OffsetOutOfRangeError,
     TopicNotFoundError,
 )

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
-from mqstore.admin import Offline, look
-from mqstore.errors import ReadOnlyStoreError
 from mqstore_tools.render import pick, show_tables
-from mqstore_tools.session import DefaultGroup, carry_out, delete_after_asking, dry_run_option, planning, yes_option
-from mqstore_tools.shared import directory_argument, json_option
+from mqstore_tools.session import (
+    DefaultGroup,
+    carry_out,
+    delete_after_asking,
+    dry_run_option,
+    examine,
+    target_argument,
+    yes_option,
+)
+from mqstore_tools.shared import json_option
 
 _OF_GROUPS = ("%RETRY%", "%DLQ%")
 """Prefixes of topics that have retries and dead letters."""
@@ -30,14 +35,14 @@ Examples:
   mqstore topics var/mq                       # the same as: mqstore topics list var/mq
   mqstore topics var/mq --json | jq -r '.topics[].name'
   mqstore topics create var/mq orders --queues 8 --type fifo
-  mqstore topics alter var/mq orders --perm r
+  mqstore topics alter 127.0.0.1:9876 orders --perm r
   mqstore topics delete var/mq orders --dry-run""",
 )
 def topics() -> None:
     """Show, create, alter and delete topics.
 
-    `list` only reads, and works while a broker runs; the others take the writer's lock. See `mqstore topics COMMAND
-    --help`.
+    `list` only reads, and works while a broker runs. The others take the writer's lock, or let the server do it that
+    has the store open. See `mqstore topics COMMAND --help`.
     """
 
 
@@ -49,18 +54,18 @@ Examples:
   mqstore topics list var/mq
   mqstore topics list var/mq --system --json""",
 )
-@directory_argument
+@target_argument
 @click.option("--system", is_flag=True, help="Include retry, dead-letter and system topics.")
 @json_option
-def list_(directory: Path, system: bool, json_output: bool) -> None:
+def list_(target: Path, system: bool, json_output: bool) -> None:
     """Show the topics of the store in DIR: queues, permissions, type, messages, and groups that consume them.
 
     A topic without an entry in config/topics.json, for example because config/ is missing, is shown with the queues
     that have messages.
     """
-    with look(directory) as opened:
-        names = opened.topics.names(system)
-        rows = [_row(opened, name) for name in names if system or not name.startswith(_OF_GROUPS)]
+    with examine(target) as desk:
+        rows = [_row(view) for view in desk.topics(system)]
+    rows = [row for row in rows if system or not row["name"].startswith(_OF_GROUPS)]
     cells = [
         [
             *pick(row, "name read_queues write_queues"),
@@ -79,9 +84,9 @@ def _perm_text(perm: int) -> str:
     return "".join(letter for letter, bit in (("r", 4), ("w", 2)) if perm & bit) or "none"
 
 
-def _row(opened: Offline, name: str) -> dict[str, Any]:
-    """Return a topic as JSON has it. Raises TopicNotFoundError."""
-    config = opened.topics.require(name)
+def _row(view: Any) -> dict[str, Any]:
+    """Return a topic as JSON has it."""
+    config = view.config
     return {
         "name": config.name,
         "read_queues": config.read_queues,
@@ -90,8 +95,8 @@ def _row(opened: Offline, name: str) -> dict[str, Any]:
         "order": config.order,
         "message_type": config.message_type,
         "attributes": dict(config.attributes),
-        "messages": opened.messages(config.name),
-        "groups": sorted(opened.offsets.groups_of(config.name)),
+        "messages": view.messages,
+        "groups": view.groups,
     }
 
 
@@ -103,7 +108,7 @@ Examples:
   mqstore topics create var/mq orders --queues 8 --type fifo
   mqstore topics create var/mq orders --dry-run""",
 )
-@directory_argument
+@target_argument
 @click.argument("name")
 @click.option("--queues", type=_QUEUES, help="Number of queues (default 4).")
 @click.option("--type", "type_", type=_TYPES, help="Type of its messages (default unspecified).")
@@ -111,16 +116,16 @@ Examples:
 @dry_run_option
 @json_option
 def create(
-    directory: Path, name: str, queues: int | None, type_: str | None, perm: str, dry_run: bool, json_output: bool
+    target: Path, name: str, queues: int | None, type_: str | None, perm: str, dry_run: bool, json_output: bool
 ) -> None:
     """Create the topic NAME in the store in DIR."""
 
-    def change(opened: Offline) -> dict[str, Any]:
-        message_type = None if type_ is None else type_.upper()
-        opened.topics.create(name, queues=queues, perm=_PERMS[perm], message_type=message_type, exist_ok=False)
-        return _row(opened, name)
+    message_type = None if type_ is None else type_.upper()
 
-    carry_out(f"create topic {name}", directory, change, dry_run=dry_run, json_output=json_output)
+    def change(desk: Any) -> Any:
+        return desk.create_topic(name, queues, _PERMS[perm], message_type, dry_run=dry_run)
+
+    carry_out(f"create topic {name}", target, change, _row, dry_run=dry_run, json_output=json_output)
 
 
 @topics.command(
@@ -131,7 +136,7 @@ Examples:
   mqstore topics alter var/mq orders --write-queues 4      # fewer queues: first for senders, and
   mqstore topics alter var/mq orders --read-queues 4       # for readers once the others are drained""",
 )
-@directory_argument
+@target_argument
 @click.argument("name")
 @click.option("--queues", type=_QUEUES, help="Number of queues.")
 @click.option("--read-queues", type=_QUEUES, help="Number of queues that consumers read.")
@@ -142,7 +147,7 @@ Examples:
 @dry_run_option
 @json_option
 def alter(
-    directory: Path,
+    target: Path,
     name: str,
     queues: int | None,
     read_queues: int | None,
@@ -161,19 +166,18 @@ def alter(
     if all(value is None for value in (queues, read_queues, write_queues, perm, type_)):
         raise click.UsageError("give --queues, --read-queues, --write-queues, --perm or --type")
 
-    def change(opened: Offline) -> dict[str, Any]:
-        opened.topics.alter(
-            name,
-            queues=queues,
-            read_queues=read_queues,
-            write_queues=write_queues,
-            perm=None if perm is None else _PERMS[perm],
-            message_type=None if type_ is None else type_.upper(),
-            force=force,
-        )
-        return _row(opened, name)
+    settings = {
+        "queues": queues,
+        "read_queues": read_queues,
+        "write_queues": write_queues,
+        "perm": None if perm is None else _PERMS[perm],
+        "message_type": None if type_ is None else type_.upper(),
+    }
 
-    carry_out(f"alter topic {name}", directory, change, dry_run=dry_run, json_output=json_output)
+    def change(desk: Any) -> Any:
+        return desk.alter_topic(name, settings, force=force, dry_run=dry_run)
+
+    carry_out(f"alter topic {name}", target, change, _row, dry_run=dry_run, json_output=json_output)
 
 
 @topics.command(
@@ -183,27 +187,24 @@ Examples:
   mqstore topics delete var/mq orders --dry-run
   mqstore topics delete var/mq orders --force --yes""",
 )
-@directory_argument
+@target_argument
 @click.argument("name")
 @click.option("--force", is_flag=True, help="Even if groups consume it. Messages they have not consumed are lost.")
 @dry_run_option
 @yes_option
 @json_option
-def delete(directory: Path, name: str, force: bool, dry_run: bool, yes: bool, json_output: bool) -> None:
+def delete(target: Path, name: str, force: bool, dry_run: bool, yes: bool, json_output: bool) -> None:
     """Delete the topic NAME in the store in DIR: its messages, its retries, and all groups' offsets in it.
 
     Asks first. If the topic is created again, its queue offsets continue. Disk space is freed as segments are deleted.
     """
-    with planning(directory) as opened:
-        row = _row(opened, name)
-        with suppress(ReadOnlyStoreError):
-            opened.delete_topic(name, force=force)
-    row = {"name": name, "messages": row["messages"], "groups": row["groups"]}
-    what = f"topic {name}, {row['messages']} messages"
-    what += f", the offsets of {', '.join(row['groups'])}" if row["groups"] else ""
-    delete_after_asking(
-        *(what, row, directory, lambda opened: opened.delete_topic(name, force=force)),
-        dry_run=dry_run,
-        yes=yes,
-        json_output=json_output,
-    )
+
+    def describe(view: Any) -> tuple[str, dict[str, Any]]:
+        what = f"topic {name}, {view.messages} messages"
+        what += f", the offsets of {', '.join(view.groups)}" if view.groups else ""
+        return what, {"name": name, "messages": view.messages, "groups": view.groups}
+
+    def delete(desk: Any, **how: Any) -> Any:
+        return desk.delete_topic(name, force=force, **how)
+
+    delete_after_asking(target, delete, describe, dry_run=dry_run, yes=yes, json_output=json_output)

@@ -8,26 +8,23 @@ resend can cause up to a page of messages to be sent twice.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Unpack
 
-from mqstore.broker.admin.inspect import group_names
 from mqstore.broker.admin.offline import offline
+from mqstore.broker.admin.operations import check_letters, letter_filter, letter_groups, letter_origin, letters_of
 from mqstore.broker.context import Tables, open_tables
-from mqstore.broker.filters import sql92
-from mqstore.broker.names import DLQ_PREFIX, is_dlq_topic
 from mqstore.broker.redelivery.dead_letters import DeadLetters
 from mqstore.errors import ConfigError
 from mqstore.files.lock import refuse_beside_writer
 from mqstore.files.readonly_fs import QUIET
 from mqstore.jobs.opening import StoreName, open_store
-from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.runner import Runner, Where
 from mqstore.jobs.selection import Selection, Shaped, Stores, check_followed, check_known, select
-from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, DLQ_REASON, RETRY_TOPIC
+from mqstore.layout.properties import DLQ_REASON
 from mqstore.log.message import Message
 
 _SHOWN: Final = 10
@@ -102,12 +99,11 @@ class _Job:
 
     def letters(self, tables: Tables) -> Iterator[DeadLetters]:
         """Return the dead letters of each chosen group that has some."""
-        groups = (topic.removeprefix(DLQ_PREFIX) for topic in sorted(filter(is_dlq_topic, tables.store.topics())))
-        return (DeadLetters(tables, group) for group in groups if self.groups is None or group in self.groups)
+        return (each for each in letters_of(tables) if self.groups is None or each.group in self.groups)
 
     def choice(self) -> dict[str, Any]:
         options = self.selection.options
-        where = _passes(options) if options.topics or options.filter else None
+        where = letter_filter(options.topics or None, options.filter or None)
         return {"start_ms": options.starting_timestamp_ms, "stop_ms": options.ending_timestamp_ms, "where": where}
 
 
@@ -205,10 +201,10 @@ def _count(job: _Job, name: StoreName) -> tuple[set[str], Mapping[tuple[str, str
     found: dict[tuple[str, str | None], _Heap] = {}
     with open_store(name) as store:
         tables = open_tables(store)
-        known = _groups_of(tables)
+        known = letter_groups(tables)
         for letters in job.letters(tables):
             for letter in letters.select(**job.choice()):
-                key = letters.group, _origin_of(letter)
+                key = letters.group, letter_origin(letter)
                 found.setdefault(key, _Heap()).add(letter, letter._stored_property(DLQ_REASON) or "")
     return known, found
 
@@ -217,13 +213,9 @@ def _plan(job: _Job, name: StoreName) -> tuple[set[str], list[Resent]]:
     with open_store(name) as store:
         refuse_beside_writer(name.path, QUIET)
         tables = open_tables(store)
-        known = _groups_of(tables)
+        known = letter_groups(tables)
         if job.offsets is not None and job.groups and job.groups <= known:
-            [group] = job.groups
-            there = {letter.offset for letter in DeadLetters(tables, group).select(offsets=job.offsets)}
-            if missing := sorted({*job.offsets} - there):
-                numbers = ", ".join(map(str, missing))
-                raise ConfigError(f"no dead letter of {group!r} at offset {numbers}; nothing was sent")
+            check_letters(tables, job.groups, job.offsets)
         return known, _replay(job, name, tables, dry_run=True)
 
 
@@ -241,27 +233,3 @@ def _replay(job: _Job, name: StoreName, tables: Tables, *, dry_run: bool) -> lis
         if done.count:
             found.append(Resent(name.id, letters.group, done.count, done.topics, done.start))
     return found
-
-
-def _groups_of(tables: Tables) -> set[str]:
-    """Return the groups of a store, those that have only dead letters included."""
-    letters = (topic.removeprefix(DLQ_PREFIX) for topic in tables.store.topics() if is_dlq_topic(topic))
-    return {*group_names(tables), *letters}
-
-
-def _origin_of(letter: Message) -> str | None:
-    properties = letter.stored_properties()
-    return properties.get(DLQ_ORIGIN_TOPIC) or properties.get(RETRY_TOPIC)
-
-
-def _passes(options: SourceOptions) -> Callable[[Message], bool]:
-    """Return a function that tests a dead letter's original topic and properties."""
-    topics = options.topics
-    matches = None if options.filter is None else sql92.compile(options.filter).matches
-
-    def passes(letter: Message) -> bool:
-        if topics is not None and _origin_of(letter) not in topics:
-            return False
-        return matches is None or matches(letter.stored_properties())
-
-    return passes

@@ -42,7 +42,7 @@ from mqstore.options import Duration, StoreConfig
 from mqstore.remote.connection import Connection
 from mqstore.remote.letters import RemoteLetters
 from mqstore.remote.short import ShortCalls, result_of
-from mqstore.remoting.calls import CALLS, CHECK, NEWS, PROTOCOL, TABLES, Call
+from mqstore.remoting.calls import CALLS, CHECK, NEWS, PROTOCOL, TABLES, Call, library_version
 from mqstore.remoting.codes import NOT_SUPPORTED
 from mqstore.remoting.frames import Frame
 from mqstore.remoting.short import put_fields, receipt_of
@@ -125,6 +125,7 @@ class RemoteBroker(ShortCalls, BrokerContract):
         self._begin()
         tables: Any = {table: _Table(table, self._forwarded) for table in TABLES}
         vars(self).update({table: tables[table] for table in ("topics", "groups", "members", "locks", "transactions")})
+        self.admin, self.session = tables["admin"], tables["session"]
         self.log: Any = tables["log"]
         self.save_offsets = self._forwarded("save_offsets")
         tables["members"].register = self._register
@@ -159,7 +160,9 @@ class RemoteBroker(ShortCalls, BrokerContract):
 
     def _greet(self, ask: Callable[[Frame], Frame]) -> None:
         call = CALLS["session.hello"]
-        answer = ask(Frame(call.code, {}, call.request({"protocol": PROTOCOL, "client": self._client})))
+        name = f"{socket.gethostname()}@{os.getpid()}@{self._client}"
+        given = {"protocol": PROTOCOL, "client": name, "version": library_version()}
+        answer = ask(Frame(call.code, {}, call.request(given)))
         if answer.code == NOT_SUPPORTED:
             raise NotSupportedError(f"{self._connection.address} is not a server of mqstore")
         welcome = result_of(call, answer)

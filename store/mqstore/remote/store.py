@@ -9,12 +9,16 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn
 from weakref import WeakSet
 
-from mqstore.errors import ConfigError, ConnectionLostError, MQStoreError, NotSupportedError
+from mqstore.broker.admin.operations import Operations
+from mqstore.errors import ConfigError, ConnectionLostError, MQStoreError, NotSupportedError, StoreLockedError
+from mqstore.files.lock import refuse_beside_writer
+from mqstore.files.readonly_fs import QUIET
 from mqstore.layout.jsontext import decode
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.reading.iteration import IteratingReader
@@ -26,7 +30,7 @@ from mqstore.remote.cluster.broker import ClusterBroker
 from mqstore.signalsafe import Bell
 from mqstore.store import Store
 
-_ANNOUNCEMENT = "serve.json"
+_ANNOUNCEMENT, _ANNOUNCEMENT_BYTES = "serve.json", 1 << 16
 
 
 _stores: WeakSet[RemoteStore] = WeakSet()
@@ -141,6 +145,26 @@ class RemoteStore(Store):
         for queue in list(self._queues):
             queue._begin()
 
+    @property
+    def admin(self) -> Operations:
+        """What an operator sees and changes (`mqstore.admin.operations`), done by the server.
+        Raises NotSupportedError for a cluster."""
+        broker = self._server()
+        admin: Operations = broker.admin
+        return admin
+
+    def clients(self) -> list[dict[str, Any]]:
+        """Return the clients of the server, as `mqstore clients --json` prints them.
+        Raises NotSupportedError for a cluster."""
+        found: list[dict[str, Any]] = self._server().session.clients()
+        return found
+
+    def _server(self) -> RemoteBroker:
+        broker: Any = self.broker
+        if not isinstance(broker, RemoteBroker):
+            raise NotSupportedError(f"{broker.name} is a cluster of Apache RocketMQ: its own mqadmin does this")
+        return broker
+
     def _refuse_here(self, name: str, instead: str) -> NoReturn:
         raise ConfigError(f"{name} needs the files of {self.path}, which a server has open: {instead}")
 
@@ -178,30 +202,53 @@ def _connected(
     """Connect to a server, or to the cluster of a name server, which knows no hello."""
     if dial is None and ";" in address:
         return ClusterBroker(address, timeout=timeout_s)
-    failures = []
-    for endpoint in _endpoints(address) if dial is None else [address]:
+    if dial is not None or not os.path.isdir(address):
         try:
-            return RemoteBroker(endpoint, timeout_s=timeout_s, dial=dial)  # type: ignore[abstract]  # methods are set by the table
+            return RemoteBroker(address, timeout_s=timeout_s, dial=dial)  # type: ignore[abstract]  # methods are set by the table
         except NotSupportedError:
-            return ClusterBroker(endpoint, timeout=timeout_s)
+            return ClusterBroker(address, timeout=timeout_s)
+    failure = ConnectionLostError(f"no server has {address} open; start one with: mqstore serve {address}", sent=False)
+    for endpoint, has_lock in _announced(Path(address)):
+        try:
+            broker = RemoteBroker(endpoint, timeout_s=timeout_s)  # type: ignore[abstract]
         except ConnectionLostError as error:
-            failures.append(error)
-    raise failures[0]
+            failure = error if has_lock else failure
+            continue
+        except (ConfigError, NotSupportedError):
+            if has_lock:
+                raise
+            continue
+        if has_lock or _is_same(broker.name, address):
+            return broker
+        broker.close()  # it serves another store: this directory is a copy of it
+    raise failure
 
 
-def _endpoints(address: str) -> list[str]:
-    """Return the addresses to try: this one, or those of the server of a directory. Raises ConnectionLostError."""
-    path = Path(address)
-    if not path.is_dir():
-        return [address]
+def _is_same(name: str, path: str) -> bool:
+    with suppress(OSError):
+        return os.path.samefile(name, path)
+    return False
+
+
+def _announced(path: Path) -> Iterator[tuple[str, bool]]:
+    """Yield the endpoints in the file that a server has left in a directory, and True if it has the writer's lock.
+    Otherwise it was killed, or the directory is a copy. Only a Unix socket is worth a try then: a supervisor keeps it
+    until the next server runs, and nobody else has taken it."""
+    file = path / _ANNOUNCEMENT
     try:
-        value = decode((path / _ANNOUNCEMENT).read_bytes())
-        found = [str(each) for each in value["endpoints"]]
+        value = decode(file.read_bytes()[:_ANNOUNCEMENT_BYTES]) if file.is_file() else None
+        pid, endpoints = value["pid"], [str(each) for each in value["endpoints"]]  # type: ignore[index]
     except (OSError, MQStoreError, KeyError, TypeError):
-        found = []
-    if not found:
-        raise ConnectionLostError(f"no server has {address} open; start one with: mqstore serve {address}", sent=False)
-    return sorted(found, key=lambda each: not each.startswith("unix:"))
+        return
+    holder: int | None = None
+    try:
+        refuse_beside_writer(path, QUIET)
+    except StoreLockedError as error:
+        holder = error.pid
+    has_lock = holder is not None and holder == pid
+    for each in sorted(endpoints, key=lambda each: not each.startswith("unix:")):
+        if has_lock or each.startswith("unix:"):
+            yield each, has_lock
 
 
 def connect(address: str | PathLike[str], *, timeout: Duration = 10) -> RemoteStore:

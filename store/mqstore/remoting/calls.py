@@ -1,4 +1,4 @@
-"""Own codes of the server, 31000 to 31099: the methods of the engine contract as calls (remoting-server, section 12).
+"""Own codes of the server, 31000 to 31119: the methods of the engine contract as calls (remoting-server, section 12).
 
     request     code | body {parameter: value}, those that are not defaults
     answer      0 | body [result]
@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from datetime import datetime
 from functools import cached_property
+from importlib import metadata
 from typing import Any, Final, NamedTuple, Protocol, Unpack, get_args, get_origin, get_type_hints
 
 from mqstore import contract, errors
+from mqstore.broker.admin.operations import Operations
 from mqstore.broker.redelivery.dead_letters import Replay
 from mqstore.contract import BrokerContract, Event, GroupConfig, Limits, NobodyAsked
 from mqstore.errors import ConfigError, FormatError, MQStoreError, ResultCode
@@ -56,8 +58,11 @@ class Welcome(NamedTuple):
 class SessionCalls(Protocol):
     """A connection, for the server."""
 
-    def hello(self, protocol: int, client: str) -> Welcome:
+    def hello(self, protocol: int, client: str, version: str = "") -> Welcome:
         """Begin. `client` is a text that no other process has: older connections of it are ended."""
+
+    def clients(self) -> list[dict[str, Any]]:
+        """Return the clients of the server, as `mqstore clients --json` prints them."""
 
     def ping(self) -> None:
         """Show that the server answers."""
@@ -162,6 +167,7 @@ TABLES: Final[Mapping[str, type]] = {
     "session": SessionCalls,
     "letters": LetterCalls,
     "log": LogCalls,
+    "admin": Operations,
 }
 """Objects whose methods are calls, by the first part of a call's name."""
 
@@ -173,6 +179,7 @@ _TABLE: Final = """
 31003 session.withdraw          repeat
 31004 session.checked           repeat
 31005 session.check             repeat
+31006 session.clients           repeat
 31010 put_many
 31011 put
 31012 sync                      repeat thread
@@ -250,6 +257,21 @@ _TABLE: Final = """
 31097 log.queues                repeat
 31068 log.topics                repeat
 31069 log.offsets_or_none       repeat
+31100 admin.topics              repeat thread
+31101 admin.groups              repeat thread
+31102 admin.lag                 repeat thread
+31103 admin.delays              repeat thread
+31104 admin.pending             repeat thread
+31105 admin.create_topic               thread
+31106 admin.alter_topic         repeat thread
+31107 admin.delete_topic               thread
+31108 admin.create_group               thread
+31109 admin.alter_group         repeat thread
+31110 admin.delete_group               thread
+31111 admin.reset                      thread
+31112 admin.cancel              repeat thread
+31113 admin.purge                      thread
+31114 admin.replay                     thread
 """
 
 
@@ -369,6 +391,14 @@ class Call:
         for name in self._in_order:
             if name not in values and name not in self._defaults and name in self._codecs:
                 raise kind(f"{self.method}() has no argument {name!r}")
+
+
+def library_version() -> str:
+    """Return the version of this mqstore."""
+    try:
+        return metadata.version("mqstore")
+    except metadata.PackageNotFoundError:  # running from a source tree
+        return "0"
 
 
 def _save_offsets() -> None:

@@ -104,12 +104,18 @@ def _set_topic(
         broker.topics.alter(name, order=bool(values.get("order")), force=force, **wanted)
 
 
-def _delete_topic(server: Server, call: Call) -> None:
-    topic, registry, members = call.values["topic"], server.registry, server.broker.members
+def check_topic_unused(server: Server, topic: str) -> None:
+    """Raise NotPermittedError if a connected consumer subscribes to a topic."""
+    registry, members = server.registry, server.broker.members
     groups = [group for group in registry.groups() if registry.subscription(group, topic) is not None]
     groups += [group for group in members.groups() if topic in members.subscriptions(group)]
     if groups:
         raise NotPermittedError(f"topic {topic!r} is consumed by {', '.join(groups[:8])}; let their consumers leave")
+
+
+def _delete_topic(server: Server, call: Call) -> None:
+    topic = call.values["topic"]
+    check_topic_unused(server, topic)
 
     def delete() -> None:
         if server.broker.topics.get(topic) is not None or server.broker.offsets.groups_of(topic):
@@ -170,10 +176,15 @@ def _set_group(broker: Broker, entry: Mapping[str, Any]) -> None:
     (broker.groups.alter if known else broker.groups.create)(name, **settings)
 
 
-def _delete_group(server: Server, call: Call) -> None:
-    group = call.values["groupName"]
+def check_group_unused(server: Server, group: str) -> None:
+    """Raise NotPermittedError if a group has connected consumers."""
     if members := [*server.registry.consumers(group), *server.broker.members.members(group)]:
         raise NotPermittedError(f"group {group!r} has consumers: {', '.join(members[:8])}; let them leave first")
+
+
+def _delete_group(server: Server, call: Call) -> None:
+    group = call.values["groupName"]
+    check_group_unused(server, group)
 
     def delete() -> None:
         if server.broker.groups.get(group) is not None:
@@ -203,14 +214,21 @@ def _reset(server: Server, call: Call) -> None:
     group, topic = values["group"], values["topic"]
 
     def notify(offsets: dict[QueueRef, int]) -> None:
-        table = {queue_key(server.broker_name, *queue): offset for queue, offset in offsets.items()}
-        body = dumps_tables({"offsetTable": table})
-        fields = {"group": group, "topic": topic, "timestamp": str(values["timestamp"]), "isForce": "true"}
-        for consumer in server.registry.consumers(group).values():
-            server.notify(consumer.connection, Frame(Code.RESET_CONSUMER_CLIENT_OFFSET, fields, body))
-        call.reply(body=body)
+        call.reply(body=reset_consumers(server, group, topic, offsets, values["timestamp"]))
 
     server.do_in_thread(call, partial(_reset_offsets, server.broker, values), notify)
+
+
+def reset_consumers(
+    server: Server, group: str, topic: str, offsets: Mapping[QueueRef, int], timestamp_ms: int = 0
+) -> bytes:
+    """Let the consumers of a group begin again at these offsets. Return the table that they get."""
+    table = {queue_key(server.broker_name, *queue): offset for queue, offset in offsets.items()}
+    body = dumps_tables({"offsetTable": table})
+    fields = {"group": group, "topic": topic, "timestamp": str(timestamp_ms), "isForce": "true"}
+    for consumer in server.registry.consumers(group).values():
+        server.notify(consumer.connection, Frame(Code.RESET_CONSUMER_CLIENT_OFFSET, fields, body))
+    return body
 
 
 def _reset_offsets(broker: Broker, values: Mapping[str, Any]) -> dict[QueueRef, int]:

@@ -25,11 +25,11 @@ import ssl
 import struct
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from mqstore.errors import ConfigError
+from mqstore.remoting.calls import library_version
 from mqstore.serve.connection import Connection, endpoint_of
 
 if TYPE_CHECKING:
@@ -314,12 +314,8 @@ def _is_ours(accepted: socket.socket) -> bool:
 
 def announce(directory: Path, endpoints: Sequence[str]) -> None:
     """Write `serve.json` in one step. It is of use only while this process runs, so it is not synced."""
-    try:
-        version = metadata.version("mqstore")
-    except metadata.PackageNotFoundError:  # running from a source tree
-        version = "0"
     new = directory / f"{_NOTICE_NAME}.tmp"
-    new.write_text(json.dumps({"pid": os.getpid(), "version": version, "endpoints": list(endpoints)}) + "\n")
+    new.write_text(json.dumps({"pid": os.getpid(), "version": library_version(), "endpoints": list(endpoints)}) + "\n")
     new.replace(directory / _NOTICE_NAME)
 
 

@@ -41,6 +41,8 @@ from mqstore.remoting.calls import (
 from mqstore.remoting.codes import GO_AWAY
 from mqstore.remoting.frames import Frame
 from mqstore.remoting.values import codec_of, dumps
+from mqstore.serve import operators
+from mqstore.serve.admin import check_group_unused, check_topic_unused, reset_consumers
 from mqstore.serve.creation import of_own
 from mqstore.serve.short import Short
 
@@ -66,6 +68,7 @@ class _Session:
 
     connection: Connection
     client: str
+    version: str
     events: set[Event] = field(default_factory=set)
     members: dict[tuple[str, str], str | None] = field(default_factory=dict)
     """Owner by group and client id of its members."""
@@ -102,6 +105,7 @@ class Own:
             "transactions": broker.transactions,
             "letters": _Letters(broker),
             "log": _Log(broker),
+            "admin": operators.operations(broker),
         }
         self._short = Short(broker, self._do, self._when_done)
         self._special: Mapping[str, Callable[[_Session, Call, Spec, Given], None]] = {
@@ -110,6 +114,10 @@ class Own:
             "session.check": self._check,
             "session.checked": self._checked,
             "session.ping": lambda session, call, spec, given: self._reply(call, spec, None),
+            "session.clients": self._clients,
+            "admin.delete_topic": self._delete,
+            "admin.delete_group": self._delete,
+            "admin.reset": self._reset,
             "put": self._put,
             "pop": self._pop,
             "add_waiter": self._wait,
@@ -230,7 +238,7 @@ class Own:
 
     # -- sessions ---------------------------------------------------------------------------------------------------
 
-    def _hello(self, call: Call, spec: Spec, protocol: int, client: str) -> None:
+    def _hello(self, call: Call, spec: Spec, protocol: int, client: str, version: str = "") -> None:
         if protocol != PROTOCOL:
             raise ConfigError(
                 f"this server speaks number {PROTOCOL} of mqstore's protocol, the client {protocol}: "
@@ -241,10 +249,27 @@ class Own:
             self.leave(connection)
             if connection is not call.connection:
                 connection.abort("its client has connected again")
-        self._sessions[call.connection] = _Session(call.connection, client)
+        self._sessions[call.connection] = _Session(call.connection, client, version[:100])
         broker = self._broker
         store_id, now_ms = broker.store.manifest.store_id, broker.clock.now_ms()
         self._reply(call, spec, Welcome(PROTOCOL, broker.name, store_id, broker.limits, broker.durability, now_ms))
+
+    def _clients(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
+        self._reply(call, spec, operators.clients(self._server, self._sessions, call.connection))
+
+    def _delete(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
+        check_unused = check_topic_unused if spec.method == "delete_topic" else check_group_unused
+        check_unused(self._server, given["name"])
+        self._do(call, spec, given, partial(self._method(spec), **given))
+
+    def _reset(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
+        def then(moved: Any) -> None:
+            if not given.get("dry_run"):
+                offsets = {each.queue: each.to for each in moved}
+                reset_consumers(self._server, given["group"], given["topic"], offsets)
+            self._reply(call, spec, moved)
+
+        self._do(call, spec, given, partial(self._method(spec), **given), then)
 
     def _listen(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
         session.events.add(given["event"])

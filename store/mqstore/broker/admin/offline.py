@@ -14,25 +14,21 @@ when the broker ended stay in flight. The next broker decides whether to release
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 from mqstore.broker.admin.inspect import (
     PopView,
     QueueLag,
-    delay_levels,
     group_names,
     is_waiting,
     lag_of,
     pop_view,
-    timer_view,
 )
 from mqstore.broker.context import Parts, delete_group, open_parts, open_tables
 from mqstore.broker.delay.timer import TimerService
-from mqstore.broker.names import pop_retry_topic, retry_topic
 from mqstore.broker.pop.orderinfo import BlockedQueue
 from mqstore.broker.pop.service import PopService
 from mqstore.broker.reading import Reads, Start
@@ -110,39 +106,6 @@ class Offline:
         """Return the failed message that blocks each of the group's blocked queues, by queue."""
         found = sorted(self._pops.suspended.items())
         return {QueueRef(key.topic, key.queue_id): each for key, each in found if key.group == group}
-
-    def pending(self, group: str, topics: Iterable[str], start: Start | None = None) -> list[dict[str, Any]]:
-        """Return the messages that a group would consume of `topics`, a row for each queue and retry queue.
-        A row has `topic`, `queue_id`, `from`, `end`, `messages` and `in_flight`. `start` decides where a group begins
-        that has not started; None: its configuration does. Raises TopicNotFoundError."""
-        topics = [*topics]
-        begin = start or self.group(group).start
-        known = self.lag(group) if group in self.group_names() else []
-        lags = {(each.topic, each.queue_id): each for each in known if each.committed is not None}
-        queues = [(topic, i) for topic in topics for i in range(self.topics.require(topic).read_queues)]
-        again = {retry_topic(group), *(pop_retry_topic(group, topic) for topic in topics)}
-        queues += sorted(key for key in lags if key[0] in again)
-        reads = Reads(self.tables)
-        rows = []
-        for topic, queue_id in queues:
-            end = reads.max_offset(topic, queue_id)
-            if (lag := lags.get((topic, queue_id))) is not None:
-                first, messages, in_flight = max(lag.first, lag.committed or 0), lag.messages, lag.in_flight
-            else:
-                first, in_flight = reads.place(topic, queue_id, begin), 0
-                messages = max(0, end - first)
-            row = {"from": first, "end": end, "messages": messages, "in_flight": in_flight}
-            rows.append({"topic": topic, "queue_id": queue_id, **row})
-        return rows
-
-    def delays(self) -> dict[str, Any]:
-        """Return the messages that wait to be delivered later, as `mqstore delay show --json` prints them.
-        `levels` has a row for each level in use, orphans included, and `timer` has `waiting` and `next_due_ms`."""
-        timer = timer_view(self.tables)
-        return {
-            "levels": [view._asdict() for view in delay_levels(self.tables)],
-            "timer": {"waiting": timer.waiting, "next_due_ms": timer.next_due_ms},
-        }
 
     def dead_letters(self, group: str) -> DeadLetters:
         """Return the dead letters of a group. Raises GroupNotFoundError if the group has left no trace."""

@@ -1,0 +1,356 @@
+"""Work of an operator on a store: what commands show and change, with plain arguments and results.
+
+    a directory    looks at the files; changes them with the writer's lock           of_directory(path)
+    a server       looks at its own files; changes by its broker                     serve/operators.py
+    a client       each method is a call to the server                               remoting/calls.py
+
+With `dry_run` a change is checked completely and nothing is written. Beside a writer it is refused, as the change is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from mqstore.broker.admin.inspect import QueueLag, delay_levels, group_names, timer_view
+from mqstore.broker.admin.offline import Offline, look, offline
+from mqstore.broker.context import Tables
+from mqstore.broker.filters import sql92
+from mqstore.broker.names import DLQ_PREFIX, is_dlq_topic, pop_retry_topic, retry_topic
+from mqstore.broker.pop.orderinfo import BlockedQueue
+from mqstore.broker.reading import Reads, Start
+from mqstore.broker.redelivery.dead_letters import DeadLetters
+from mqstore.broker.tables.groups import GroupConfig, RetryPolicy, default_retry
+from mqstore.broker.tables.topics import TopicConfig
+from mqstore.errors import ConfigError, GroupNotFoundError, ReadOnlyStoreError
+from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, RETRY_TOPIC
+from mqstore.log.commitlog import QueueRef
+from mqstore.log.message import Message
+
+
+class TopicView(NamedTuple):
+    """A topic."""
+
+    config: TopicConfig
+    messages: int
+    groups: list[str]
+    """Groups with committed offsets in it, sorted."""
+
+
+class GroupView(NamedTuple):
+    """A consumer group."""
+
+    config: GroupConfig
+    registered: bool
+    """False if it has committed offsets, but no settings."""
+    topics: list[str]
+    suspended: dict[QueueRef, BlockedQueue]
+    """Failed message of each queue that one blocks. Empty for a group that was just changed."""
+
+
+class Move(NamedTuple):
+    """A committed offset that was reset."""
+
+    queue: QueueRef
+    first: int
+    """Offset of the first message that counts."""
+    before: int | None
+    to: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Dead letters of a group that were sent again."""
+
+    group: str
+    count: int
+    topics: Mapping[str, int]
+    """Number by original topic, or by the topic that all were sent to."""
+    min_offset: int
+    """First offset of the remaining dead letters."""
+
+
+Opening = Callable[[], AbstractContextManager[Offline]]
+
+
+class Operations:
+    """What an operator sees and changes. Use `of_directory`, or the `admin` of a connected store's broker.
+    Raises the errors of `Offline` and its tables."""
+
+    def __init__(self, looking: Opening, planning: Opening, changing: Opening) -> None:
+        self._looking, self._planning, self._changing = looking, planning, changing
+
+    def _opened(self, dry_run: bool) -> AbstractContextManager[Offline]:
+        return (self._planning if dry_run else self._changing)()
+
+    # -- looking ----------------------------------------------------------------------------------------------------
+
+    def topics(self, system: bool = False) -> list[TopicView]:
+        """Return the topics, sorted by name. System topics are included only with `system`."""
+        with self._looking() as opened:
+            return [_topic(opened, name) for name in opened.topics.names(system)]
+
+    def groups(self, name: str | None = None) -> list[GroupView]:
+        """Return every group, or one. Raises GroupNotFoundError."""
+        with self._looking() as opened:
+            names = opened.group_names()
+            if name is not None:
+                _check_group(opened, name)
+                names = [name]
+            return [_group(opened, each)._replace(suspended=opened.suspended(each)) for each in names]
+
+    def lag(self, group: str | None = None, topic: str | None = None) -> list[QueueLag]:
+        """Return the lag of each queue in which a group has started, of all groups or one.
+        Raises GroupNotFoundError and TopicNotFoundError."""
+        with self._looking() as opened:
+            if topic is not None:
+                opened.topics.require(topic)
+            names = opened.group_names() if group is None else [group]
+            return [lag for name in names for lag in opened.lag(name) if topic in (None, lag.topic)]
+
+    def delays(self) -> dict[str, Any]:
+        """Return the messages that wait to be delivered later, as `mqstore delay show --json` prints them.
+        `levels` has a row for each level in use, orphans included, and `timer` has `waiting` and `next_due_ms`."""
+        with self._looking() as opened:
+            timer = timer_view(opened.tables)
+            return {
+                "levels": [view._asdict() for view in delay_levels(opened.tables)],
+                "timer": {"waiting": timer.waiting, "next_due_ms": timer.next_due_ms},
+            }
+
+    def pending(
+        self, group: str, topics: list[str], start: Start | None = None
+    ) -> tuple[list[dict[str, Any]], list[str]]:
+        """Return a row for each queue and retry queue that a group would consume, and the topics that do not exist.
+        A row has `topic`, `queue_id`, `from`, `end`, `messages` and `in_flight`. `start` decides where a group begins
+        that has not started; None: its configuration does."""
+        with self._planning() as opened:
+            missing = [topic for topic in topics if opened.topics.get(topic) is None]
+            topics = [topic for topic in topics if topic not in missing]
+            begin = start or opened.group(group).start
+            known = opened.lag(group) if group in opened.group_names() else []
+            lags = {(each.topic, each.queue_id): each for each in known if each.committed is not None}
+            queues = [(topic, i) for topic in topics for i in range(opened.topics.require(topic).read_queues)]
+            again = {retry_topic(group), *(pop_retry_topic(group, topic) for topic in topics)}
+            queues += sorted(key for key in lags if key[0] in again)
+            reads = Reads(opened.tables)
+            rows = []
+            for topic, queue_id in queues:
+                end = reads.max_offset(topic, queue_id)
+                if (lag := lags.get((topic, queue_id))) is not None:
+                    first, messages, in_flight = max(lag.first, lag.committed or 0), lag.messages, lag.in_flight
+                else:
+                    first, in_flight = reads.place(topic, queue_id, begin), 0
+                    messages = max(0, end - first)
+                row = {"from": first, "end": end, "messages": messages, "in_flight": in_flight}
+                rows.append({"topic": topic, "queue_id": queue_id, **row})
+            return rows, missing
+
+    # -- changing ---------------------------------------------------------------------------------------------------
+
+    def create_topic(
+        self,
+        name: str,
+        queues: int | None = None,
+        perm: int = 6,
+        message_type: str | None = None,
+        *,
+        dry_run: bool = False,
+    ) -> TopicView | None:
+        """Create a topic. None in a dry run. Raises ConfigError for an existing one."""
+        with self._opened(dry_run) as opened, _checking(dry_run):
+            opened.topics.create(name, queues=queues, perm=perm, message_type=message_type, exist_ok=False)
+            return _topic(opened, name)
+        return None
+
+    def alter_topic(
+        self, name: str, settings: dict[str, Any], *, force: bool = False, dry_run: bool = False
+    ) -> TopicView | None:
+        """Change settings of a topic, arguments of `TopicTable.alter`. None in a dry run."""
+        with self._opened(dry_run) as opened, _checking(dry_run):
+            opened.topics.alter(name, force=force, **settings)
+            return _topic(opened, name)
+        return None
+
+    def delete_topic(self, name: str, *, force: bool = False, dry_run: bool = False) -> TopicView:
+        """Delete a topic, its messages and its offsets. Return it as it was."""
+        with self._opened(dry_run) as opened, _checking(dry_run):
+            view = _topic(opened, name)
+            opened.delete_topic(name, force=force)
+        return view
+
+    def create_group(
+        self,
+        name: str,
+        settings: dict[str, Any],
+        retry: RetryPolicy | None = None,
+        max_attempts: int | None = None,
+        *,
+        dry_run: bool = False,
+    ) -> GroupView | None:
+        """Create a group. None in a dry run. `settings` are fields of `GroupConfig`. `retry` has the delays, and the
+        attempts are `max_attempts`, 0 for no limit. Raises ConfigError for an existing group."""
+        with self._opened(dry_run) as opened, _checking(dry_run):
+            given = settings | _retry(default_retry(bool(settings.get("orderly"))), retry, max_attempts)
+            opened.groups.create(name, exist_ok=False, **given)
+            return _group(opened, name)
+        return None
+
+    def alter_group(
+        self,
+        name: str,
+        settings: dict[str, Any],
+        retry: RetryPolicy | None = None,
+        max_attempts: int | None = None,
+        *,
+        dry_run: bool = False,
+    ) -> GroupView | None:
+        """Change settings of a group, given as to `create_group`. None in a dry run."""
+        with self._opened(dry_run) as opened, _checking(dry_run):
+            given = settings | _retry(opened.group(name).retry_policy, retry, max_attempts)
+            opened.groups.alter(name, **given)
+            return _group(opened, name)
+        return None
+
+    def delete_group(self, name: str, *, dry_run: bool = False) -> GroupView:
+        """Delete a group, its committed offsets and its deliveries in flight. Return it as it was."""
+        with self._opened(dry_run) as opened, _checking(dry_run):
+            _check_group(opened, name)
+            view = _group(opened, name)
+            opened.delete_group(name)
+        return view
+
+    def reset(
+        self, group: str, topic: str, to: Start | int, queue_id: int | None = None, *, dry_run: bool = False
+    ) -> list[Move]:
+        """Reset a group's committed offsets in a topic, or in one queue."""
+        with self._opened(dry_run) as opened:
+            opened.topics.require(topic)
+            before = dict(opened.offsets.of_group(group))
+            moved = sorted(opened.reset(group, topic, queue_id, to).items())
+            return [Move(ref, opened.offsets.bounds(*ref)[0], before.get(ref), target) for ref, target in moved]
+
+    def cancel(self, handle: str, *, dry_run: bool = False) -> bool:
+        """Cancel a delayed message. False if there is nothing to cancel."""
+        with self._opened(dry_run) as opened:
+            return opened.cancel(handle, dry_run=dry_run)
+
+    def purge(self, group: str, *, before_ms: int | None = None, dry_run: bool = False) -> int:
+        """Remove dead letters of a group, all or those stored before a time. Return their number."""
+        with self._opened(dry_run) as opened:
+            return opened.dead_letters(group).purge(before_ms=before_ms, dry_run=dry_run)
+
+    def replay(
+        self,
+        groups: list[str] | None = None,
+        *,
+        offsets: list[int] | None = None,
+        topics: list[str] | None = None,
+        where: str | None = None,
+        before_ms: int | None = None,
+        all_groups: bool = False,
+        to_topic: str | None = None,
+        dry_run: bool = False,
+    ) -> list[Sent]:
+        """Send dead letters again, as `jobs.dlq_resend` does. Raises ConfigError for an unknown group, and for offsets
+        without a dead letter."""
+        with self._opened(dry_run) as opened:
+            tables = opened.tables
+            known = letter_groups(tables)
+            if unknown := sorted({*(groups or ())} - known):
+                raise ConfigError(f"{tables.store.path} has no group {', '.join(map(repr, unknown))}")
+            if offsets is not None:
+                check_letters(tables, groups, offsets)
+            letters = [each for each in letters_of(tables) if groups is None or each.group in groups]
+            way: dict[str, Any] = {"all_groups": all_groups, "to_topic": to_topic}
+            way |= {"stop_ms": before_ms, "where": letter_filter(topics, where)}
+            if not dry_run:  # nothing is sent if one of them cannot be
+                for each in letters:
+                    each.replay(offsets, dry_run=True, **way)
+            done = [(each.group, each.replay(offsets, dry_run=dry_run, **way)) for each in letters]
+            return [Sent(group, replay.count, replay.topics, replay.start) for group, replay in done if replay.count]
+
+
+def of_directory(path: str | os.PathLike[str]) -> Operations:
+    """Return the operations on the store in directory `path`. Each call opens it."""
+    return Operations(partial(look, path), partial(look, path, alone=True), partial(offline, path))
+
+
+def _topic(opened: Offline, name: str) -> TopicView:
+    config = opened.topics.require(name)
+    return TopicView(config, opened.messages(config.name), sorted(opened.offsets.groups_of(config.name)))
+
+
+def _group(opened: Offline, name: str) -> GroupView:
+    topics = sorted({topic for topic, _ in opened.offsets.of_group(name)})
+    return GroupView(opened.group(name), opened.groups.get(name) is not None, topics, {})
+
+
+def _check_group(opened: Offline, name: str) -> None:
+    if name not in opened.group_names():
+        raise GroupNotFoundError(
+            f"{opened.tables.store.path} has no group {name!r}: no settings, no committed offsets; "
+            "`mqstore groups list` shows all"
+        )
+
+
+def _retry(old: RetryPolicy, delays: RetryPolicy | None, max_attempts: int | None) -> dict[str, Any]:
+    if delays is None and max_attempts is None:
+        return {}
+    attempts = old.max_attempts if max_attempts is None else max_attempts or None
+    return {"retry_policy": (delays or old).with_attempts(attempts)}
+
+
+def _checking(dry_run: bool) -> suppress:
+    """Suppress the error that a dry run ends with after all checks."""
+    return suppress(*[ReadOnlyStoreError] * dry_run)
+
+
+# -- dead letters ------------------------------------------------------------------------------------------------------
+
+
+def letters_of(tables: Tables) -> Iterator[DeadLetters]:
+    """Yield the dead letters of each group that has some, by group."""
+    topics = sorted(filter(is_dlq_topic, tables.store.topics()))
+    return (DeadLetters(tables, topic.removeprefix(DLQ_PREFIX)) for topic in topics)
+
+
+def letter_groups(tables: Tables) -> set[str]:
+    """Return the groups of a store, those that have only dead letters included."""
+    return {*group_names(tables), *(letters.group for letters in letters_of(tables))}
+
+
+def letter_origin(letter: Message) -> str | None:
+    """Return the topic that a dead letter was first sent to, if it is known."""
+    properties = letter.stored_properties()
+    return properties.get(DLQ_ORIGIN_TOPIC) or properties.get(RETRY_TOPIC)
+
+
+def letter_filter(topics: Iterable[str] | None, where: str | None) -> Callable[[Message], bool] | None:
+    """Return a function that tests a dead letter's original topic and properties, or None if all pass."""
+    chosen = None if topics is None else {*topics}
+    matches = None if where is None else sql92.compile(where).matches
+    if chosen is None and matches is None:
+        return None
+
+    def passes(letter: Message) -> bool:
+        if chosen is not None and letter_origin(letter) not in chosen:
+            return False
+        return matches is None or matches(letter.stored_properties())
+
+    return passes
+
+
+def check_letters(tables: Tables, groups: Iterable[str] | None, offsets: Iterable[int]) -> None:
+    """Raise ConfigError unless there is a dead letter of one group at each offset."""
+    named = [*(groups or ())]
+    if len(named) != 1:
+        raise ConfigError("offsets need exactly one store and one group")
+    there = {letter.offset for letter in DeadLetters(tables, named[0]).select(offsets=offsets)}
+    if missing := sorted({*offsets} - there):
+        numbers = ", ".join(map(str, missing))
+        raise ConfigError(f"no dead letter of {named[0]!r} at offset {numbers}; nothing was sent")
