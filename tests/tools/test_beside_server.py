@@ -129,7 +129,7 @@ def printed(target: object, name: str, words: str, *more: str) -> tuple[int, Any
 
 def state(path: Path) -> list[Any]:
     """Return everything that commands change in a store."""
-    tables = [printed(path, *each.partition(" ")[::2]) for each in READING if "show" not in each]
+    tables = [printed(path, name, "") for name in ("topics", "groups", "offsets", "delay")]
     with library.open(path, "r") as opened:
         topics = sorted(topic for topic in opened.log.topics() if not topic.startswith("rmq_sys"))
         messages = [
@@ -263,7 +263,7 @@ def of_rocketmq(request: bytes) -> bytes:
 OTHERS = {
     "HTTP": (lambda request: b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n", 3, "no server answers"),
     "one that hangs up": (lambda request: b"", 3, "no server answers"),
-    "RocketMQ": (of_rocketmq, 2, "is not a server of mqstore"),
+    "RocketMQ": (of_rocketmq, 3, "refused: not supported"),
 }
 """Other servers -> exit code and text of a command at their address."""
 

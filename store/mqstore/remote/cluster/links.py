@@ -112,7 +112,12 @@ class Links:
         self._bell = Bell()
         self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._serial = count()
-        self._look_for_brokers()
+        try:
+            self._look_for_brokers()
+        except BaseException:
+            for each in self._names:
+                each.close()
+            raise
         start_thread(self, self._bell, "cluster")
         self.every(_ROUTE_S, self._refresh)
 
