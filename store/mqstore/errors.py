@@ -273,7 +273,16 @@ class NotPermittedError(MQStoreError, PermissionError):
 
 
 class NotSupportedError(MQStoreError, NotImplementedError):
-    """The server has no such operation. The text says what to do instead."""
+    """The server has no such operation. The text says what to do instead.
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder, shared=True) as store:
+    ...     try:
+    ...         store.serve()
+    ...     except mqstore.NotSupportedError as error:
+    ...         "the server" in str(error)
+    True
+    """
 
 
 class TransactionStateError(MQStoreError):
@@ -339,7 +348,15 @@ class StoreClosedError(MQStoreError, ValueError):
 
 class ConnectionLostError(MQStoreError, ConnectionError):
     """The connection to a server was lost, and no other could be made in time.
-    With `sent` the call may have been done: a message is perhaps stored. Otherwise nothing was sent."""
+    With `sent` the call may have been done: a message is perhaps stored. Otherwise nothing was sent.
+
+    >>> import mqstore
+    >>> try:
+    ...     mqstore.connect("127.0.0.1:1", timeout=0.1)
+    ... except mqstore.ConnectionLostError as error:
+    ...     error.sent
+    False
+    """
 
     code = ResultCode.SERVICE_NOT_AVAILABLE
 

@@ -195,7 +195,7 @@ def test_progress_of_all_groups_has_the_sums(client: Client, store: Store) -> No
     assert value_of(client.ask(317, {"isOrder": "true"}).body)["totalDiff"] == 0  # of topics with order only
 
 
-def test_progress_leaves_out_what_its_consumers_do_not_subscribe_to(client: Client, store: Store) -> None:
+def test_progress_leaves_out_topics_without_subscription(client: Client, store: Store) -> None:
     store.create_topic("old")
     store.broker.commit("billing", "old", 0, 0)
     seen = []

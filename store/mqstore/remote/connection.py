@@ -142,7 +142,7 @@ class _Line:
         self._unsent: list[bytes] = []
         self._unsent_bytes = 0
         self._awaited = self._last = 0
-        """Numbers of the call whose answer sends them, and of the last one of them."""
+        """Numbers of the call whose answer sends them, and of the last of these frames."""
         self._finished = False
         """True once the server has said that all calls that it has started are answered."""
 
