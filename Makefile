@@ -14,6 +14,7 @@
 #   make interop  both engines on one store, ours and Apache RocketMQ's (needs a JDK, Maven; ROCKETMQ=5.4.0 takes another)
 #   make conformance  RocketMQ's Java and Go clients and mqadmin against `mqstore serve` (needs a JDK, Maven, Go; CLIENTS=5.4.0 takes others)
 #   make cluster  our client against RocketMQ's name server and two brokers (needs a JDK, Maven; ROCKETMQ=5.4.0 takes another)
+#   make test-connect  all tests of queues, producers and consumers behind a server (20 minutes)
 #   make crash   more crash images than `make test` tries, N=100000 of them, and a crash or error at every change
 #   make descriptors  stores in processes with few file descriptors: N=2000 cases (a few a second)
 #   make retention  every command and call that reads beside a writer that drops segments, N=20 rounds
@@ -54,7 +55,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test cover lint bench bench-compare spark spark-alone spark-bench delta interop conformance cluster crash descriptors retention shared hostile salvage stress interrupts sanitize arm64 wheel docs clean
+.PHONY: help demo test test-connect cover lint bench bench-compare spark spark-alone spark-bench delta interop conformance cluster crash descriptors retention shared hostile salvage stress interrupts sanitize arm64 wheel docs clean
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -155,6 +156,9 @@ cluster: $(VENV)/stamp-dev var/rocketmq-cluster-$(ROCKETMQ)/fetched
 var/rocketmq-cluster-%/fetched: tests/cluster/java/pom.xml
 	$(COPY_JARS)
 	@touch $@
+
+test-connect: $(VENV)/stamp-dev
+	MQSTORE_TEST_CONNECT=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --timeout 120 -k connect tests/client tests/conformance
 
 # Files of tests/log that try a kill at each change of a run, as those of other folders below do.
 KILLED := inbox recovery snapshot splice watermark

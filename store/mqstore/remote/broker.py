@@ -247,10 +247,12 @@ class RemoteBroker(ShortCalls, BrokerContract):
             listeners.append(callback)
         if event != "save":
             self._hear(event)
+            self._look_for_requests()
 
     def unlisten(self, event: Event, callback: Callable[..., object]) -> None:
         with suppress(ValueError):
             self._listeners.get(event, []).remove(callback)
+        self._look_for_requests()
 
     def _register(self, *args: Any, **options: Any) -> Any:
         given = CALLS["members.register"].given(args, options)
@@ -273,6 +275,14 @@ class RemoteBroker(ShortCalls, BrokerContract):
             self._checks.pop(producer_group, None)
             self._session.pop(key, None)
             self._call("session.check", (), given)
+        self._look_for_requests()
+
+    def _look_for_requests(self) -> None:
+        """Have requests of the server read at once, also while no call waits, if there is a listener."""
+        others = any(listeners for event, listeners in self._listeners.items() if event != "save")
+        self._connection.listens = bool(self._checks) or others
+        if self._connection.listens:
+            self._connection.attend()
 
     def _answer_check(self, message: Message) -> None:
         group = message.stored_properties().get("PGROUP")
@@ -284,7 +294,10 @@ class RemoteBroker(ShortCalls, BrokerContract):
         except Exception:
             _log.exception("%s: the check of transaction %r failed", self.name, message.unique_key)
             answer = None
-        self._call("session.checked", (message.unique_key, answer), {})
+        try:
+            self._call("session.checked", (message.unique_key, answer), {})
+        except MQStoreError as error:
+            _log.warning("%s: the answer to the check of %r came too late: %s", self.name, message.unique_key, error)
 
     def put(self, topic: str, body: Body, *, queue_id: int | None = None, **options: Any) -> SendReceipt:
         call = CALLS["put"]

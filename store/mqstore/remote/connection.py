@@ -560,7 +560,7 @@ class Connection:
                 if not line.has_parked() or not line.read_until(lambda line=line: not line.has_parked()):  # type: ignore[misc]
                     self._bell.wait()
                 continue
-            if not self._again:
+            if not self._again and not self.listens:
                 self._bell.wait()
                 continue
             try:

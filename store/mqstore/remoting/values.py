@@ -157,16 +157,20 @@ def message_of(value: Any, blobs: Blobs, kind: type[Message] = Message) -> Messa
     return kind(UnitBatch(QueueRef(topic, queue_id), record, unit, offset), 0, offset)
 
 
-def _read_receipt(value: Any, _: Blobs) -> SendReceipt:
-    topic, queue_id, *numbers, host, key = _items(value, 8) if len(value) == 8 else _items(value, 10)[:8]
-    ref = QueueRef(topic, queue_id)
+_STORED: Final = tuple[str, int, int, int, int, int, str, str | None]
+_DELAYED: Final = tuple[str, int, int, int, int, int, str, str | None, str, int]
+"""Receipts: topic, queue, offset, physical offset, size, time, host, unique key; topic and time of a delayed one."""
+
+
+def _read_receipt(value: Any, blobs: Blobs) -> SendReceipt:
+    is_delayed = len(_items(value)) == len(get_args(_DELAYED))
+    items = codec_of(_DELAYED if is_delayed else _STORED).read(value, blobs)
+    topic, queue_id, *numbers, host, key = items[:8]
     try:
-        items = (ref, *numbers, bytes.fromhex(host), key, *value[8:])
-    except (TypeError, ValueError):
+        found = (QueueRef(topic, queue_id), *numbers, bytes.fromhex(host), key)
+    except ValueError:
         raise _wrong(value, "a receipt") from None
-    if type(topic) is not str or any(type(each) is not int for each in (queue_id, *numbers)):
-        raise _wrong(value, "a receipt")
-    return SendReceipt(items) if len(value) == 8 else DelayedReceipt(items)
+    return DelayedReceipt((*found, *items[8:])) if is_delayed else SendReceipt(found)
 
 
 def _write_receipt(receipt: Any, _: list[bytes]) -> Any:

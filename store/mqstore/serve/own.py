@@ -3,7 +3,7 @@
 hello       begins a session: one connection of one process. Its older connections are ended
 calls       in the loop; those that wait for the disk in a thread; those that wait for a message are parked
 news        events that the session listens to
-checks      the engine asks about a half message -> CHECK to a producer's session -> `checked` -> the engine asks again
+checks      the engine asks about a half message -> CHECK to a producer's session -> `checked` ends it
 end         the connection closes: its members, queue locks and waiters go with it
 """
 
@@ -92,8 +92,8 @@ class Own:
         self._broker: Broker = server.broker
         self._sessions: dict[Connection, _Session] = {}
         self._pool = ThreadPoolExecutor(_THREADS, "mqstore-own")
-        self._answers: dict[str, bool | NobodyAsked | None] = {}
-        """Answers to checks, until the engine asks again. The housekeeper takes them."""
+        self._unknown: set[str] = set()
+        """Transactions whose outcome a client did not know. The housekeeper takes them."""
         self._listeners = {event: partial(self._happened, event) for event in _EVENTS}
         broker = self._broker
         self._objects: Mapping[str, Any] = {
@@ -438,14 +438,16 @@ class Own:
             self._broker.transactions.on_check(group, None)
 
     def _ask(self, group: str, message: Message) -> bool | NobodyAsked | None:
-        """Answer the engine about a half message, in its thread. It asks again when an answer has come."""
-        key = message.unique_key
-        if key in self._answers:
-            return self._answers.pop(key)
+        """Ask a client about a half message, in the engine's thread. The answer to the engine is that about the time
+        before, which counts as a check if it was "unknown". Another one has ended the half by itself."""
         blobs: list[bytes] = []
         text = _MESSAGE.write(message, blobs)
         self._server.post(partial(self._send_check, group, dumps(text, blobs)))
-        return NOT_ASKED
+        try:
+            self._unknown.remove(message.unique_key)
+        except KeyError:
+            return NOT_ASKED
+        return None
 
     def _send_check(self, group: str, body: bytes) -> None:
         if checkers := self._checkers(group):
@@ -454,9 +456,13 @@ class Own:
     def _checked(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
         transactions = self._broker.transactions
         half = transactions.get(given["transaction_id"])
-        if half is not None and half.producer_group in session.groups and given["answer"] is not NOT_ASKED:
-            self._answers[half.transaction_id] = given["answer"]
-            transactions.on_check(half.producer_group, partial(self._ask, half.producer_group))  # due at once
+        answer = given["answer"]
+        if half is not None and half.producer_group in session.groups and isinstance(answer, bool):
+            end = partial(transactions.end, half, "commit" if answer else "rollback", from_check=True)
+            self._when_done(call, self._pool.submit(end), lambda _: self._reply(call, spec, None))
+            return
+        if half is not None and answer is None:
+            self._unknown.add(half.transaction_id)
         self._reply(call, spec, None)
 
 
