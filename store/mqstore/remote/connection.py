@@ -212,14 +212,13 @@ class _Line:
                 self.is_read = False  # before the look at `waiting`: see `park`
                 self._turn.release()
                 # Somebody has to read on. A thread that is about to wait finds its bell rung.
-                with suppress(RuntimeError):  # it has changed: whoever has changed it looks for the turn
-                    for other in self.waiting.values():
-                        if other.answered is None:
-                            other.bell.ring()
-                            break
-                    else:
-                        if self.has_parked():  # otherwise its thread would wake up after each call
-                            self._connection.start_reading()
+                for other in list(self.waiting.values()):
+                    if other.answered is None:
+                        other.bell.ring()
+                        break
+                else:
+                    if self.has_parked():  # otherwise its thread would wake up after each call
+                        self._connection.start_reading()
 
     def _read(self) -> None:
         try:
@@ -271,9 +270,7 @@ class _Line:
         """Return True if an answer is awaited for which no thread waits, or requests of the server."""
         if self._connection.listens:
             return True
-        with suppress(RuntimeError):  # it has changed
-            return any(call.answered is not None for call in self.waiting.values())
-        return True
+        return any(call.answered is not None for call in list(self.waiting.values()))
 
     def is_gone(self) -> bool:
         """Return True if the line is lost, or the server has closed it and nobody has read that yet."""
