@@ -82,12 +82,26 @@ def test_heartbeat_creates_its_groups_in_a_thread(store: Store, threads: list[st
     assert store.broker.topics.get("%RETRY%billing") is not None
 
 
-def test_sends_stay_in_order_while_their_topic_is_created(store: Store) -> None:
-    bodies = [str(number).encode() for number in range(500)]
+def test_sends_stay_in_order_while_their_topic_is_created(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A send that finds the new topic must not overtake the one that has created it."""
+    created, done = threading.Event(), threading.Event()
+    create = store.broker.topics.create
+
+    def slowly(*args: Any, **options: Any) -> Any:
+        config = create(*args, **options)
+        created.set()
+        done.wait(20)
+        return config
+
+    monkeypatch.setattr(store.broker.topics, "create", slowly)
     with serving(store) as address, Client(address, binary=True) as client:
-        sends = [client.send(SEND, ORDERS, body) for body in bodies]
+        sends = [client.send(SEND, ORDERS, b"0")]
+        assert created.wait(20)
+        sends += [client.send(SEND, ORDERS, str(number).encode()) for number in range(1, 20)]
+        assert client.ask(ROUTE, {"topic": "orders"}).code == 0  # handled after them
+        done.set()
         assert {client.answer(send).code for send in sends} == {0}
-    assert [message.body for message in store.iter("orders", 0)] == bodies
+    assert [message.body for message in store.iter("orders", 0)] == [str(number).encode() for number in range(20)]
 
 
 def test_names_of_own_clients_are_not_written_in_the_loop(store: Store, threads: list[str]) -> None:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import pytest
 
 import mqstore
 from mqstore import Store
+from mqstore.remoting.frames import Frame, encode
 from mqstore.serve import Server
 from tests.serve.support import ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, Client, serving, started, started_line
 from tests.tools.support import environment, process
@@ -220,3 +221,27 @@ def test_stopping_server_answers_what_waits_and_refuses_what_comes(
                 client.receive()
         stopping.join(20)
     assert not list(store.iter("orders"))
+
+
+def test_last_answers_reach_a_client_that_sends_on(store: Store) -> None:
+    """The system discards sent answers if a socket is closed that has received more."""
+    with ExitStack() as stack:
+        client = Client(stack.enter_context(serving(store)))
+        block = encode(Frame(ROUTE, {"topic": "orders"}, opaque=1 << 16)) * 50
+
+        def send() -> None:
+            with suppress(OSError):
+                while True:
+                    client.socket.sendall(block)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        stopping = threading.Thread(target=stack.pop_all().close)
+        stopping.start()
+        with pytest.raises(ConnectionError, match="closed by the server"):  # not reset  # noqa: PT012
+            while True:
+                client.receive()
+        client.socket.shutdown(socket.SHUT_RDWR)
+        for thread in (sender, stopping):
+            thread.join(20)
+        client.socket.close()

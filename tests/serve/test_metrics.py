@@ -74,7 +74,7 @@ def test_prometheus_sees_the_server_and_its_store(store: Store, metrics: tuple[s
         (b"POST /metrics HTTP/1.1\r\n\r\n", b"HTTP/1.1 405 "),
         (b"\r\n\r\n", b"HTTP/1.1 405 "),
         (b"GET /metrics?x=1 HTTP/1.1\r\nHost: x\r\n\r\n", b"HTTP/1.1 200 "),
-        (b"GET /metrics HTTP/1.1\r\nX: " + b"x" * 20_000, b""),
+        (b"GET /metrics HTTP/1.1\r\nX: " + b"x" * 20_000 + b"\r\n\r\n", b""),
     ],
 )
 def test_other_requests_for_metrics_are_refused(
