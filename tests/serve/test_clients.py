@@ -109,6 +109,8 @@ def test_conflict_of_clients_is_logged_once(
 
 
 def test_heartbeat_without_subscriptions_keeps_them(client: Client, store: Store) -> None:
+    changed: list[str] = []
+    store.broker.listen("members", changed.append)
     client.heartbeat("c1", orders="paid")
     client.notice()
     consumer = {"groupName": "billing", "messageModel": "CLUSTERING", "subscriptionDataSet": []}
@@ -117,6 +119,7 @@ def test_heartbeat_without_subscriptions_keeps_them(client: Client, store: Store
     members(client)
     assert client.notices == []
     assert store.broker.members.subscriptions("billing") == {"orders": ("TAG", "paid")}
+    assert changed == ["billing"]
 
 
 def test_group_that_may_not_broadcast_does_not(client: Client, store: Store) -> None:

@@ -63,10 +63,10 @@ def _recall(server: Server, call: Call) -> None:
         return
 
     def answer(recalled: bool) -> None:
-        if recalled or handle.deliver_ms > server.broker.clock.now_ms():  # the latter: it was recalled before
+        if recalled:  # also by an earlier recall
             call.reply(fields={"msgId": handle.unique_key})
         else:
-            call.reply(ResultCode.ILLEGAL_OPERATION, remark="the message is due, or was delivered")
+            call.reply(ResultCode.ILLEGAL_OPERATION, remark="no such message waits: it is due, or was delivered")
 
     server.do_in_thread(call, partial(server.broker.recall, values["recallHandle"]), answer)
 
