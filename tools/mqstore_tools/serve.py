@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 import mqstore
-from mqstore.serve import Limits, Server, Users, bind_all, inherited, tls_context, unix_path
+from mqstore.serve import Limits, Server, Users, bind_all, inherited, new_loop, tls_context, unix_path
 from mqstore.serve import supervise as start_child
 from mqstore_tools.render import VERSION, as_json, note
 from mqstore_tools.shared import StoreCommand, directory_argument, json_option
@@ -183,7 +183,8 @@ def serve(
             advertise=advertise,
             limits=Limits(connections=max_connections),
         )
-        asyncio.run(_run(server, link, json_output=json_output))
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(_run(server, link, json_output=json_output))
 
 
 def _is_loopback(host: str) -> bool:

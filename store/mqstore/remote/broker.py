@@ -36,6 +36,7 @@ from mqstore.clock import SYSTEM_CLOCK
 from mqstore.contract import BrokerContract, Event, OffsetCalls, Suspects, Waiter
 from mqstore.errors import ConnectionLostError, MQStoreError, NotSupportedError, StoreClosedError
 from mqstore.files.filesystem import REAL
+from mqstore.layout.encode import lengths_of
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.writing.outgoing import Body, OutgoingMessage, flat_body
@@ -321,8 +322,11 @@ class RemoteBroker(ShortCalls, BrokerContract):
         **options: Any,
     ) -> Sequence[SendReceipt]:
         """Put as the contract says, some megabytes a call."""
-        receipts: list[SendReceipt] = []
-        for chunk in _chunks(bodies):
+        items, receipts = list(bodies), list[SendReceipt]()
+        plain = lengths_of(items)
+        if plain is not None and plain[1] + _MESSAGE_BYTES * len(items) <= _CHUNK_BYTES:
+            return super().put_many(topic, items, queue_id=queue_id, **options)
+        for chunk in _chunks(items):
             try:
                 receipts += super().put_many(topic, chunk, queue_id=queue_id, **options)
             except MQStoreError as error:

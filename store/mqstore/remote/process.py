@@ -24,7 +24,7 @@ from typing import Any, Final
 from mqstore.errors import ConfigError
 from mqstore.files.filesystem import REAL
 from mqstore.remote.shared import FAILED, READY
-from mqstore.serve.listening import unix_path
+from mqstore.serve.listening import new_loop, unix_path
 from mqstore.serve.server import Server
 from mqstore.store import Store
 
@@ -68,8 +68,11 @@ def _serve(path: Path, linger_s: float, options: dict[str, Any]) -> None:
         raise ConfigError(
             f"{path} is too long for a Unix socket, and XDG_RUNTIME_DIR is not set: set it, or use a shorter path"
         )
-    with Store(path, lock_timeout=_CLOSING_S, **options) as store:
-        asyncio.run(_run(store, unix, linger_s))
+    with (
+        Store(path, lock_timeout=_CLOSING_S, **options) as store,
+        asyncio.Runner(loop_factory=new_loop) as runner,
+    ):
+        runner.run(_run(store, unix, linger_s))
     _log.info("%s: closed", path)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from mqstore.broker.reading import ReadResult
 from mqstore.contract import Delivery
+from mqstore.layout.encode import lengths_of
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.writing.outgoing import Body, OutgoingMessage
 from mqstore.options import Duration, milliseconds
@@ -43,12 +44,7 @@ class ShortCalls:
     ) -> Sequence[SendReceipt]:
         """See `BrokerContract`."""
         items: Any = list(bodies)
-        if (
-            _given(options)
-            or not items
-            or not fits(topic, queue_id or 0)
-            or any(type(item) is not bytes for item in items)
-        ):
+        if _given(options) or not items or not fits(topic, queue_id or 0) or lengths_of(items) is None:
             receipts: Sequence[SendReceipt] = self._call("put_many", (topic, items), {"queue_id": queue_id, **options})
             return receipts
         fields = {"topic": topic} if queue_id is None else {"topic": topic, "queueId": queue_id}

@@ -35,6 +35,8 @@ from mqstore.log.commitlog import QueueRef, SendReceipt, SendReceipts
 from mqstore.log.message import Message, UnitBatch, records_of
 
 Fields = Mapping[str, str]
+SHORT: Final = frozenset((31010, 31011, 31016, 31050, 31051))
+"""Codes of the calls that have a short form."""
 OPTIONS: Final = ("tag", "keys", "unique_key", "message_group")
 """Options of a short put."""
 _TEXT_MAX: Final = 512

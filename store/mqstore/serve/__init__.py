@@ -15,8 +15,19 @@ One thread runs all of it, in an event loop. Nothing in it waits for the disk.
 """
 
 from mqstore.serve.auth import Users
-from mqstore.serve.listening import Address, bind_all, inherited, tls_context, unix_path
+from mqstore.serve.listening import Address, bind_all, inherited, new_loop, tls_context, unix_path
 from mqstore.serve.server import Limits, Server
 from mqstore.serve.supervisor import supervise
 
-__all__ = ["Address", "Limits", "Server", "Users", "bind_all", "inherited", "supervise", "tls_context", "unix_path"]
+__all__ = [
+    "Address",
+    "Limits",
+    "Server",
+    "Users",
+    "bind_all",
+    "inherited",
+    "new_loop",
+    "supervise",
+    "tls_context",
+    "unix_path",
+]

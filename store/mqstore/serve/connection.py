@@ -184,8 +184,6 @@ class Connection(asyncio.Protocol):
 
     def send(self, frame: Frame, body: Body = b"") -> None:
         """Send an answer or a request of the server."""
-        if self.closed:
-            return
         self._out.append(encode(frame, len(body)))
         if body:
             self._out.append(body)

@@ -25,6 +25,7 @@ import ssl
 import struct
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -54,6 +55,14 @@ _HANDSHAKE: Final = b"\x16"
 """First byte of a client's TLS. A frame begins by its length, which is smaller than 0x16000000."""
 _UCRED: Final = struct.Struct("3i")
 """Process, user and group of the peer of a Unix socket."""
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """Return an event loop: uvloop's if that is installed, with which a call takes less of the server's time."""
+    with suppress(ImportError):
+        loop: asyncio.AbstractEventLoop = import_module("uvloop").new_event_loop()
+        return loop
+    return asyncio.new_event_loop()
 
 
 def bind_all(addresses: Iterable[Address], unix: Path | None) -> list[socket.socket]:

@@ -40,6 +40,7 @@ from mqstore.errors import (
 )
 from mqstore.remoting.codes import GO_AWAY, NOT_SUPPORTED, REQUESTS, Code, values_of
 from mqstore.remoting.frames import FRAME_BYTES_MAX, ONE_WAY, Frame
+from mqstore.remoting.short import SHORT
 from mqstore.serve import (
     admin,
     assignment,
@@ -423,6 +424,10 @@ class Server:
         if self.stopping:
             call.reply(GO_AWAY, remark="the server stops")
             return
+        trusted = self._users is None or connection.is_trusted
+        if frame.code in SHORT and trusted and self._attempt(call, partial(self.own.serve_at_once, call)) is not False:
+            self.metrics.requests[frame.code] += 1
+            return
         handler = _HANDLERS.get(frame.code)
         if handler is None or frame.code not in REQUESTS:
             call.reply(NOT_SUPPORTED, remark=f"the request code {frame.code} is not served")
@@ -448,15 +453,17 @@ class Server:
                 _log.warning("requests of %s are refused: %s", call.connection.peer, error)
             raise
 
-    def _attempt(self, call: Call, work: Callable[[], object]) -> None:
+    def _attempt(self, call: Call, work: Callable[[], object]) -> object:
+        """Return the result of `work`, or answer with its error."""
         try:
-            work()
+            return work()
         except Exception as error:
             if not isinstance(error, MQStoreError):
                 _log.exception("request %d of %s failed", call.frame.code, call.connection.peer)
             code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
             text = str(error) if isinstance(error, MQStoreError) else "the server failed; its log says why"
             call.reply(int(getattr(error, "code", ResultCode.SYSTEM_ERROR)) if code is None else code, remark=text)
+            return None
 
     def try_quietly(self, work: Callable[[], object]) -> None:
         """Do something that a client cannot be refused. An error is only logged."""

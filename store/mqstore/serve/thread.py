@@ -21,7 +21,7 @@ from weakref import WeakSet
 
 from mqstore.closing import Closing
 from mqstore.errors import ConfigError
-from mqstore.serve.listening import Address, unix_path
+from mqstore.serve.listening import Address, new_loop, unix_path
 from mqstore.serve.server import Server
 from mqstore.signalsafe import Future, check_holds_none
 
@@ -92,7 +92,7 @@ class ServerThread(Closing):
         )
         self._ready: Future[list[str]] = Future()
         self._stop = asyncio.Event()
-        self._loop = asyncio.new_event_loop()
+        self._loop = new_loop()
         self._thread = threading.Thread(target=self._run, name="mqstore-serve", daemon=True)
         try:
             _running.add(self)
