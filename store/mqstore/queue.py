@@ -335,12 +335,12 @@ class Queue:
 
     def _to_ack(self, done: Sequence[Task]) -> list[Task]:
         """Acknowledge tasks, and return those that the next pop of this queue acknowledges instead."""
-        left = []
+        left, compiled = [], self._broker._sender is not None
         for task in done:
-            if task._is_poppable(self._context, self.name) and not self._shut and not task._ack_at_once():
-                left.append(task)
-            else:
+            if self._shut or not task._is_poppable(self._context, self.name):
                 task.ack()
+            elif not (compiled and task._ack_at_once()):
+                left.append(task)
         return left
 
     def get_many(self, max_items: int, timeout: Duration | None = 0, *, done: Sequence[Task] = ()) -> list[Task]:

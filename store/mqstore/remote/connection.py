@@ -48,7 +48,7 @@ _RECEIVE_BYTES: Final = 256 << 10
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.1, 5.0
 _ATTEMPTS_MAX: Final = 4
 """Number of times that a call which may be repeated is sent."""
-_TOGETHER_BYTES: Final = 32 << 10
+_TOGETHER_BYTES: Final = 16 << 10
 """Bytes of requests that wait at most for an answer. The reader sends them: they must fit the socket's buffer."""
 _STALE_S: Final = 1.0
 """Time after which the next call looks first whether the server has closed the connection meanwhile."""
@@ -142,7 +142,7 @@ class _Line:
         self._unsent: list[bytes] = []
         self._unsent_bytes = 0
         self._awaited = self._last = 0
-        """Numbers of the call whose answer sends them, and of the last of these frames."""
+        """Number of the call whose answer sends them, and number of their last one."""
         self._finished = False
         """True once the server has said that all calls that it has started are answered."""
 

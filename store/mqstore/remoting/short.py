@@ -169,15 +169,13 @@ def deliveries_answer(found: Sequence[Delivery]) -> tuple[dict[str, Any], bytes 
     """Return fields and body of the answer to a pop, or None if they differ in more than their receipts."""
     if not found:
         return {"receipts": ""}, b""
-    _, _, visible_at_ms, topic, queue_id, redeliveries = found[0]
-    messages = [delivery.message for delivery in found]
+    messages = [delivery[0] for delivery in found]
     queue = messages[0].queue
-    if any(each[2:] != (visible_at_ms, topic, queue_id, redeliveries) for each in found) or any(
-        message.queue != queue for message in messages
-    ):
+    if len({delivery[2:] for delivery in found}) > 1 or len({message.queue for message in messages}) > 1:
         return None
+    _, _, visible_at_ms, topic, queue_id, redeliveries = found[0]
     fields = {
-        "receipts": "\n".join([delivery.receipt for delivery in found]),
+        "receipts": "\n".join([delivery[1] for delivery in found]),
         "visible": visible_at_ms,
         "topic": topic,
         "from": queue.topic,
