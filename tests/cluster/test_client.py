@@ -129,6 +129,17 @@ def test_extended_lease_is_not_redelivered(store: Store, name: str) -> None:
             queue.get(timeout=6)
 
 
+def test_extended_lease_is_acknowledged_by_its_newest_receipt(store: Store, name: str) -> None:
+    """A broker ignores the receipt before the extension, and says nothing."""
+    queue = store.queue(name)
+    queue.put(b"slow")
+    with queue.get(timeout=20) as task:
+        task.extend(3)
+
+    with pytest.raises(mqstore.QueueEmpty):
+        queue.get(timeout=8)
+
+
 def test_queue_counts_and_waits_for_its_items(store: Store, name: str) -> None:
     queue = store.queue(name, maxsize=3)
     queue.put_many([b"1", b"2"])

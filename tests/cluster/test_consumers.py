@@ -176,6 +176,24 @@ def test_filters_are_applied(store: Store, name: str) -> None:
     assert sql.bodies == ["8"]
 
 
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+def test_tags_with_the_same_hash_differ(store: Store, name: str, mode: Any) -> None:
+    """Brokers compare only hashes. Those of "Aa" and "BB" are equal in Java."""
+    store.put(name, b"no", tag="BB")
+    store.put(name, b"yes", tag="Aa")
+    seen = Seen()
+    member = store.push_consumer(name, mode=mode)
+    member.subscribe(name, seen, tags="Aa")
+
+    with member:
+        until(lambda: seen.bodies)
+        store.put(name, b"no", tag="BB")
+        store.put(name, b"last", tag="Aa")
+        until(lambda: "last" in seen.bodies)
+
+    assert seen.bodies == ["yes", "last"]
+
+
 def test_broadcasting_members_get_every_message(store: Store, name: str, tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     store.create_topic(name, queues=2)
