@@ -330,6 +330,7 @@ class Connection:
         self.frame_bytes = frame_bytes
         self.ping = ping
         self._dial = partial(_dialed, address_of(address), timeout_s) if dial is None else dial
+        self._pause_max_s = _PAUSE_MAX_S if dial is None else _PAUSE_MIN_S  # `dial` waits for a server by itself
         self._patience_s = 0.0 if dial is None else timeout_s
         """Time for further attempts to open the first line, to a server that may be about to end."""
         self._timeout_s = timeout_s
@@ -487,7 +488,7 @@ class Connection:
                         self._failure = time.monotonic(), failure
                         raise failure from error
                 time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+                pause_s = min(2 * pause_s, self._pause_max_s)
 
     def _opened(self) -> _Line:
         sock = self._dial()
