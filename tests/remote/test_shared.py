@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -247,7 +248,9 @@ def test_long_path_needs_a_folder_for_sockets(tmp_path: Path, monkeypatch: pytes
         until(lambda: has_ended(pid))
 
 
-@pytest.mark.parametrize(("program", "text"), [("/nowhere/python", "No such file"), ("/bin/false", "it was killed")])
+@pytest.mark.parametrize(
+    ("program", "text"), [("/nowhere/python", "No such file"), (shutil.which("false"), "it was killed")]
+)
 def test_interpreter_that_does_not_start_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, text: str
 ) -> None:

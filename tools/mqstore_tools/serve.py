@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import signal
 import socket
@@ -13,7 +12,19 @@ from pathlib import Path
 import click
 
 import mqstore
-from mqstore.serve import Limits, Server, Users, bind_all, inherited, new_loop, tls_context, unix_path
+from mqstore.errors import ConfigError
+from mqstore.serve import (
+    Limits,
+    Server,
+    Users,
+    bind_all,
+    inherited,
+    is_loopback,
+    new_loop,
+    parsed_address,
+    tls_context,
+    unix_path,
+)
 from mqstore.serve import supervise as start_child
 from mqstore_tools.render import VERSION, as_json, note
 from mqstore_tools.shared import StoreCommand, directory_argument, json_option
@@ -29,11 +40,10 @@ class _Address(click.ParamType[tuple[str, int]]):
     ) -> tuple[str, int]:
         if isinstance(value, tuple):
             return value
-        host, _, port = value.rpartition(":")
-        host = host.removeprefix("[").removesuffix("]")
-        if not host or not port.isdecimal() or int(port) > 65_535:
-            self.fail(f"{value!r} is not HOST:PORT, such as 127.0.0.1:9876 or [::1]:9876.", param, ctx)
-        return host, int(port)
+        try:
+            return parsed_address(value)
+        except ConfigError as error:
+            self.fail(f"{error}.", param, ctx)
 
 
 @click.command(
@@ -146,7 +156,7 @@ def serve(
     hosts = [host for host, _ in listen] + [each.getsockname()[0] for each in given if each.family != socket.AF_UNIX]
     hosts += [] if metrics is None else [metrics[0]]
     for host in hosts:
-        if auth is None and not insecure_bind and not _is_loopback(host):
+        if auth is None and not insecure_bind and not is_loopback(host):
             raise click.UsageError(
                 f"{host} can be reached from other machines, and clients need no password: listen on 127.0.0.1, or add "
                 "--auth FILE or --insecure-bind"
@@ -185,14 +195,6 @@ def serve(
         )
         with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(_run(server, link, json_output=json_output))
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
 
 
 def _store_host(advertise: str | None, addresses: list[tuple[str, int]]) -> str:

@@ -15,7 +15,16 @@ One thread runs all of it, in an event loop. Nothing in it waits for the disk.
 """
 
 from mqstore.serve.auth import Users
-from mqstore.serve.listening import Address, bind_all, inherited, new_loop, tls_context, unix_path
+from mqstore.serve.listening import (
+    Address,
+    bind_all,
+    inherited,
+    is_loopback,
+    new_loop,
+    parsed_address,
+    tls_context,
+    unix_path,
+)
 from mqstore.serve.server import Limits, Server
 from mqstore.serve.supervisor import supervise
 
@@ -26,7 +35,9 @@ __all__ = [
     "Users",
     "bind_all",
     "inherited",
+    "is_loopback",
     "new_loop",
+    "parsed_address",
     "supervise",
     "tls_context",
     "unix_path",

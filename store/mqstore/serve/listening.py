@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
+import ipaddress
 import json
 import logging
 import os
@@ -63,6 +64,26 @@ def new_loop() -> asyncio.AbstractEventLoop:
         loop: asyncio.AbstractEventLoop = import_module("uvloop").new_event_loop()
         return loop
     return asyncio.new_event_loop()
+
+
+def parsed_address(text: str) -> Address:
+    """Return host and port of `HOST:PORT`. An IPv6 host is in brackets. Raises ConfigError.
+
+    >>> parsed_address("127.0.0.1:9876"), parsed_address("[::1]:0")
+    (('127.0.0.1', 9876), ('::1', 0))
+    """
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise ConfigError(f"{text!r:.200} is not HOST:PORT, such as 127.0.0.1:9876 or [::1]:9876")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Return True for a host that only processes of this machine reach."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def bind_all(addresses: Iterable[Address], unix: Path | None) -> list[socket.socket]:

@@ -9,7 +9,6 @@ The thread is a daemon: a program that ends closes its stores first, and they cl
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import os
 import threading
@@ -21,7 +20,7 @@ from weakref import WeakSet
 
 from mqstore.closing import Closing
 from mqstore.errors import ConfigError
-from mqstore.serve.listening import Address, new_loop, unix_path
+from mqstore.serve.listening import is_loopback, new_loop, parsed_address, unix_path
 from mqstore.serve.server import Server
 from mqstore.signalsafe import Future, check_holds_none
 
@@ -30,31 +29,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mqstore")
 _running: WeakSet[ServerThread] = WeakSet()
-
-
-def parsed_address(text: str, *, insecure_bind: bool = False) -> Address:
-    """Return host and port of `HOST:PORT`. An IPv6 host is in brackets. Raises ConfigError, also for an address that
-    other machines can reach, unless `insecure_bind` allows it.
-
-    >>> parsed_address("127.0.0.1:9876"), parsed_address("[::1]:0")
-    (('127.0.0.1', 9876), ('::1', 0))
-    """
-    host, _, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or int(port) > 65_535:
-        raise ConfigError(f"an address is HOST:PORT, such as 127.0.0.1:9876 or [::1]:9876, not {text!r:.200}")
-    if not insecure_bind and not _is_loopback(host):
-        raise ConfigError(
-            f"{host} can be reached from other machines, and clients need no password: listen on 127.0.0.1, or allow "
-            "it by insecure_bind=True"
-        )
-    return host, int(port)
-
-
-def _is_loopback(host: str) -> bool:
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 class ServerThread(Closing):
@@ -80,13 +54,16 @@ class ServerThread(Closing):
         **options: Any,
     ) -> None:
         """Start a server as `Store.serve` does."""
-        may_reach = insecure_bind or options.get("users") is not None
+        addresses = [parsed_address(each) for each in ([listen] if isinstance(listen, str) else listen)]
+        for host, _ in addresses:
+            if not is_loopback(host) and not insecure_bind and options.get("users") is None:
+                raise ConfigError(
+                    f"{host} can be reached from other machines, and clients need no password: listen on 127.0.0.1, or "
+                    "pass users= or insecure_bind=True"
+                )
         self._server = Server(
             broker,
-            listen=[
-                parsed_address(each, insecure_bind=may_reach)
-                for each in ([listen] if isinstance(listen, str) else listen)
-            ],
+            listen=addresses,
             unix=unix_path(broker.store.path) if unix is None else Path(unix),
             **options,
         )
