@@ -183,6 +183,13 @@ def test_reading_by_address_shows_what_the_files_have(original: tuple[Path, str]
             assert printed(address, name, rest) == printed(store, name, rest)
 
 
+def test_operator_of_a_server_sees_commits_at_once(store: Path) -> None:
+    with served(store), library.connect(store) as client:
+        for offset in (8, 9, 10):
+            client.broker.commit("billing", "orders", 0, offset)
+        assert [lag.committed for lag in client.admin.lag("billing")] == [10, 2]
+
+
 # -- two processes -----------------------------------------------------------------------------------------------------
 
 
