@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -201,7 +200,10 @@ def replay(
         choice = {"topics": topics or None, "before_ms": _ms(before), "where": where, "offsets": chosen or None}
         with store:
             sent = store.admin.replay(groups or None, **choice, **how)
-        rows = [{"store": stores[0], **asdict(each)} for each in sent]
+        rows = [
+            {"store": stores[0], "group": group, "count": each.count, "topics": each.topics, "min_offset": each.start}
+            for group, each in sent.items()
+        ]
         found = {"dry_run": dry_run, "count": sum(row["count"] for row in rows), "letters": rows}
     else:
         letters = select(stores, topics=topics or None, stop=before, where=where)

@@ -235,7 +235,7 @@ def create(target: Path, name: str, dry_run: bool, json_output: bool, **typed: A
     """
 
     def change(desk: Any) -> Any:
-        return desk.create_group(name, dry_run=dry_run, **_given(**typed))
+        return desk.set_group(name, create=True, dry_run=dry_run, **_given(**typed))
 
     carry_out(f"create group {name}", target, change, _row, dry_run=dry_run, json_output=json_output)
 
@@ -258,7 +258,7 @@ def alter(target: Path, name: str, dry_run: bool, json_output: bool, **typed: An
         raise click.UsageError("give --max-attempts, --retry, --start, --fifo, --consume or --broadcast")
 
     def change(desk: Any) -> Any:
-        return desk.alter_group(name, dry_run=dry_run, **_given(**typed))
+        return desk.set_group(name, dry_run=dry_run, **_given(**typed))
 
     carry_out(f"alter group {name}", target, change, _row, dry_run=dry_run, json_output=json_output)
 

@@ -265,8 +265,7 @@ _TABLE: Final = """
 31105 admin.create_topic               thread
 31106 admin.alter_topic         repeat thread
 31107 admin.delete_topic               thread
-31108 admin.create_group               thread
-31109 admin.alter_group         repeat thread
+31108 admin.set_group                  thread
 31110 admin.delete_group               thread
 31111 admin.reset                      thread
 31112 admin.cancel              repeat thread

@@ -10,9 +10,8 @@ With `dry_run` a change is checked completely and nothing is written. Beside a w
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from mqstore.broker.filters import sql92
 from mqstore.broker.names import DLQ_PREFIX, is_dlq_topic, pop_retry_topic, retry_topic
 from mqstore.broker.pop.orderinfo import BlockedQueue
 from mqstore.broker.reading import Reads, Start
-from mqstore.broker.redelivery.dead_letters import DeadLetters
+from mqstore.broker.redelivery.dead_letters import DeadLetters, Replay
 from mqstore.broker.tables.groups import GroupConfig, RetryPolicy, default_retry
 from mqstore.broker.tables.topics import TopicConfig
 from mqstore.errors import ConfigError, GroupNotFoundError, ReadOnlyStoreError
@@ -60,18 +59,6 @@ class Move(NamedTuple):
     """Offset of the first message that counts."""
     before: int | None
     to: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """Dead letters of a group that were sent again."""
-
-    group: str
-    count: int
-    topics: Mapping[str, int]
-    """Number by original topic, or by the topic that all were sent to."""
-    min_offset: int
-    """First offset of the remaining dead letters."""
 
 
 Opening = Callable[[], AbstractContextManager[Offline]]
@@ -183,36 +170,28 @@ class Operations:
             opened.delete_topic(name, force=force)
         return view
 
-    def create_group(
+    def set_group(
         self,
         name: str,
         settings: dict[str, Any],
         retry: RetryPolicy | None = None,
         max_attempts: int | None = None,
         *,
+        create: bool = False,
         dry_run: bool = False,
     ) -> GroupView | None:
-        """Create a group. None in a dry run. `settings` are fields of `GroupConfig`. `retry` has the delays, and the
-        attempts are `max_attempts`, 0 for no limit. Raises ConfigError for an existing group."""
+        """Change settings of a group, or create it. None in a dry run. `settings` are fields of `GroupConfig`. `retry`
+        has the delays, and the attempts are `max_attempts`, 0 for no limit. Raises ConfigError for an existing group to
+        create, and GroupNotFoundError for another one to change."""
         with self._opened(dry_run) as opened, _checking(dry_run):
-            given = settings | _retry(default_retry(bool(settings.get("orderly"))), retry, max_attempts)
-            opened.groups.create(name, exist_ok=False, **given)
-            return _group(opened, name)
-        return None
-
-    def alter_group(
-        self,
-        name: str,
-        settings: dict[str, Any],
-        retry: RetryPolicy | None = None,
-        max_attempts: int | None = None,
-        *,
-        dry_run: bool = False,
-    ) -> GroupView | None:
-        """Change settings of a group, given as to `create_group`. None in a dry run."""
-        with self._opened(dry_run) as opened, _checking(dry_run):
-            given = settings | _retry(opened.group(name).retry_policy, retry, max_attempts)
-            opened.groups.alter(name, **given)
+            old = default_retry(bool(settings.get("orderly"))) if create else opened.group(name).retry_policy
+            if retry is not None or max_attempts is not None:
+                attempts = old.max_attempts if max_attempts is None else max_attempts or None
+                settings = {**settings, "retry_policy": (retry or old).with_attempts(attempts)}
+            if create:
+                opened.groups.create(name, exist_ok=False, **settings)
+            else:
+                opened.groups.alter(name, **settings)
             return _group(opened, name)
         return None
 
@@ -255,9 +234,9 @@ class Operations:
         all_groups: bool = False,
         to_topic: str | None = None,
         dry_run: bool = False,
-    ) -> list[Sent]:
-        """Send dead letters again, as `jobs.dlq_resend` does. Raises ConfigError for an unknown group, and for offsets
-        without a dead letter."""
+    ) -> dict[str, Replay]:
+        """Send dead letters again, as `jobs.dlq_resend` does. Return those of each group that has some to send. Raises
+        ConfigError for an unknown group, and for offsets without a dead letter."""
         with self._opened(dry_run) as opened:
             tables = opened.tables
             known = letter_groups(tables)
@@ -271,8 +250,8 @@ class Operations:
             if not dry_run:  # nothing is sent if one of them cannot be
                 for each in letters:
                     each.replay(offsets, dry_run=True, **way)
-            done = [(each.group, each.replay(offsets, dry_run=dry_run, **way)) for each in letters]
-            return [Sent(group, replay.count, replay.topics, replay.start) for group, replay in done if replay.count]
+            done = {each.group: each.replay(offsets, dry_run=dry_run, **way) for each in letters}
+            return {group: replay for group, replay in done.items() if replay.topics}
 
 
 def of_directory(path: str | os.PathLike[str]) -> Operations:
@@ -296,13 +275,6 @@ def _check_group(opened: Offline, name: str) -> None:
             f"{opened.tables.store.path} has no group {name!r}: no settings, no committed offsets; "
             "`mqstore groups list` shows all"
         )
-
-
-def _retry(old: RetryPolicy, delays: RetryPolicy | None, max_attempts: int | None) -> dict[str, Any]:
-    if delays is None and max_attempts is None:
-        return {}
-    attempts = old.max_attempts if max_attempts is None else max_attempts or None
-    return {"retry_policy": (delays or old).with_attempts(attempts)}
 
 
 def _checking(dry_run: bool) -> suppress:
