@@ -16,6 +16,7 @@
 #   make cluster  our client against RocketMQ's name server and two brokers (needs a JDK, Maven; ROCKETMQ=5.4.0 takes another)
 #   make test-connect  all tests of queues, producers and consumers behind a server (20 minutes)
 #   make crash   more crash images than `make test` tries, N=100000 of them, and a crash or error at every change
+#   make serve-faults  a server and its clients are killed N=20 times under load, and 5000 random frames for each
 #   make descriptors  stores in processes with few file descriptors: N=2000 cases (a few a second)
 #   make retention  every command and call that reads beside a writer that drops segments, N=20 rounds
 #   make interrupts  Ctrl-C at every point of every call, one after the other (half an hour)
@@ -55,7 +56,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-connect cover lint bench bench-compare spark spark-alone spark-bench delta interop conformance cluster crash descriptors retention shared hostile salvage stress interrupts sanitize arm64 wheel docs clean
+.PHONY: help demo test test-connect cover lint bench bench-compare spark spark-alone spark-bench delta interop conformance cluster crash descriptors retention shared hostile salvage stress interrupts sanitize arm64 wheel docs clean serve-faults
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -165,6 +166,10 @@ KILLED := inbox recovery snapshot splice watermark
 
 crash: $(VENV)/stamp-dev
 	MQSTORE_CRASH_IMAGES=$(N) $(BIN)/python -m pytest -q tests/crash $(KILLED:%=tests/log/test_%.py) tests/broker/test_cut.py tests/broker/test_popjava.py tests/jobs/test_publish.py
+
+serve-faults: N = 20
+serve-faults: $(VENV)/stamp-dev
+	MQSTORE_CAMPAIGN_ROUNDS=$(N) MQSTORE_CAMPAIGN_FRAMES=$$((5000 * $(N))) $(BIN)/python -m pytest -q tests/serve/test_faults.py tests/remote/test_faults.py
 
 descriptors: $(VENV)/stamp-dev
 	MQSTORE_CAMPAIGN_ROUNDS=$(N) $(BIN)/python -m pytest -q -n $(JOBS) tests/campaigns/test_descriptors.py

@@ -21,6 +21,7 @@ import queue
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -32,9 +33,9 @@ from mqstore.broker.filters.filter import Filter, parse_filter
 from mqstore.broker.redelivery.attempt_journal import UNREAD
 from mqstore.broker.redelivery.dead_letters import DeadLetters
 from mqstore.broker.tables.localoffsets import LocalOffsets
-from mqstore.clock import SYSTEM_CLOCK
+from mqstore.clock import SYSTEM_CLOCK, SystemClock
 from mqstore.contract import BrokerContract, Event, OffsetCalls, Suspects, Waiter
-from mqstore.errors import ConnectionLostError, MQStoreError, NotSupportedError, StoreClosedError
+from mqstore.errors import ConnectionLostError, MQStoreError, NotPermittedError, NotSupportedError, StoreClosedError
 from mqstore.files.filesystem import REAL
 from mqstore.layout.encode import lengths_of
 from mqstore.log.commitlog import SendReceipt
@@ -53,12 +54,23 @@ from mqstore.signalsafe import Future
 
 _log = logging.getLogger("mqstore")
 
+_SAVED_S: Final = 5.0
+"""Time after which a server has saved a commit by itself, whatever else it does. Usually it is a tenth of a second."""
 _DELAYS: Final = ("delay", "deliver_at", "delay_level")
 """Options with which a message is not found by its unique key before its time."""
 _CHUNK_BYTES: Final = 4 << 20
 _MESSAGE_BYTES: Final = 200
 """Room for the other fields of a message."""
 _CACHED: Final = frozenset({"topics.get", "topics.entered", "topics.require", "topics.for_send"})
+
+
+class _ServerClock(SystemClock):
+    """Clock of the server, as of the last connection: due times and leases are its."""
+
+    ahead_ms = 0
+
+    def now_ms(self) -> int:
+        return super().now_ms() + self.ahead_ms
 
 
 class _Later:
@@ -115,7 +127,7 @@ class RemoteBroker(ShortCalls, BrokerContract):
     ) -> None:
         """Connect, by `dial` if it is given.
         Raises ConnectionLostError, and NotSupportedError for a server that does not speak this protocol."""
-        self.clock = SYSTEM_CLOCK
+        self.clock: Any = _ServerClock()
         self.own_clock = False
         self.turns = None
         self._sender = None
@@ -129,7 +141,7 @@ class RemoteBroker(ShortCalls, BrokerContract):
         vars(self).update({table: tables[table] for table in ("topics", "groups", "members", "locks", "transactions")})
         self.admin, self.session = tables["admin"], tables["session"]
         self.log: Any = tables["log"]
-        self.save_offsets = self._forwarded("save_offsets")
+        self.save_offsets = self._save
         tables["members"].register = self._register
         tables["members"].unregister = _at_the_end(self._unregister, False)
         for table, name, nothing in (("members", "get", None), ("locks", "unlock_batch", frozenset())):
@@ -156,7 +168,10 @@ class RemoteBroker(ShortCalls, BrokerContract):
         """Requests to repeat on each new connection, by their subject."""
         self._topics: dict[tuple[str, str], Any] = {}
         self._news, self._asked = _Later("mqstore-news"), _Later("mqstore-checks")
-        self._greeted = False
+        self._greeted = 0
+        """Number of connections so far."""
+        self._commits: dict[tuple[Any, ...], tuple[float, int, dict[str, Any]]] = {}
+        """Latest commit of each queue that is perhaps not saved: its time, connection and arguments."""
 
     # -- the connection ---------------------------------------------------------------------------------------------
 
@@ -169,6 +184,8 @@ class RemoteBroker(ShortCalls, BrokerContract):
             raise NotSupportedError(f"{self._connection.address} is not a server of mqstore")
         welcome = result_of(call, answer)
         self.name, self.limits, self.durability = welcome.name, welcome.limits, welcome.durability
+        if isinstance(self.clock, _ServerClock):  # not that of a test
+            self.clock.ahead_ms = welcome.now_ms - SYSTEM_CLOCK.now_ms()
         self._store_id = welcome.store_id or hashlib.sha256(welcome.name.encode()).hexdigest()[:32]
         self._topics.clear()
         for of, (again, body) in list(self._session.items()):
@@ -180,7 +197,7 @@ class RemoteBroker(ShortCalls, BrokerContract):
             for kind, group, *_ in list(self._session):
                 if kind == "member":  # others may have come and gone
                     self._happened("members", group)
-        self._greeted = True
+        self._greeted += 1
 
     def _requested(self, frame: Frame) -> None:
         """Take a request of the server, in the thread that reads."""
@@ -423,6 +440,25 @@ class RemoteBroker(ShortCalls, BrokerContract):
 
     def dead_letters(self, group: str) -> DeadLetters:
         return RemoteLetters(self._call, group)
+
+    def commit(self, *args: Any, **options: Any) -> None:
+        given = CALLS["commit"].given(args, options)
+        connection = self._greeted
+        self._call("commit", (), given)
+        self._commits[given["group"], given["topic"], given["queue_id"]] = time.monotonic(), connection, given
+
+    def _save(self) -> None:
+        """Save offsets, also those that a server has lost, because it was killed before it has saved them itself."""
+        connection = 0
+        while connection != self._greeted:
+            connection = self._greeted
+            for key, (at_s, of, given) in list(self._commits.items()):
+                if at_s < time.monotonic() - _SAVED_S:
+                    self._commits.pop(key, None)
+                elif of != connection:
+                    with suppress(NotPermittedError):  # the queue was lost, too: its new owner began further back
+                        self._call("commit", (), given)
+            self._call("save_offsets", (), {})
 
     def saved(self, work: Callable[[], Any]) -> Any:
         for listener in tuple(self._listeners.get("save", ())):

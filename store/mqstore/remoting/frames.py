@@ -134,14 +134,14 @@ def _json_header(frame: Frame) -> bytes:
         header["extFields"] = {name: _sent_text(value) for name, value in frame.fields.items()}
     if frame.remark is not None:
         header["remark"] = frame.remark
-    return json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    return json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
 
 
 def _binary_header(frame: Frame) -> bytes:
-    remark = (frame.remark or "").encode()
+    remark = (frame.remark or "").encode(errors="replace")
     pairs: list[bytes] = []
     for name, value in frame.fields.items():
-        name_bytes, value_bytes = name.encode(), _sent_text(value).encode()
+        name_bytes, value_bytes = name.encode(), _sent_text(value).encode(errors="replace")
         pairs += (_NAME.pack(len(name_bytes)), name_bytes, _I32.pack(len(value_bytes)), value_bytes)
     fields = b"".join(pairs)
     language = _LANGUAGE_BYTES.get(frame.language, _OTHER)

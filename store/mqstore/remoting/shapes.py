@@ -17,8 +17,9 @@ _I16: Final = Struct(">h")
 
 
 def dumps(value: Any) -> bytes:
-    """Return a body. Numbers as keys become texts, which all clients read."""
-    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode()
+    """Return a body. Numbers as keys become texts, which all clients read, and half of a surrogate pair a "?", as in
+    Java."""
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode(errors="replace")
 
 
 def queue_key(broker_name: str, topic: str, queue_id: int) -> tuple[tuple[str, str | int], ...]:

@@ -152,7 +152,7 @@ class Users:
         key = frame.fields.get(_KEY, "")
         user = self._users.get(key, _NOBODY)
         # Also for an unknown key, so that the time of the answer does not say which one it is.
-        signed = hmac.compare_digest(_signature(user.secret, frame), frame.fields.get(_SIGNATURE, "").encode())
+        signed = hmac.compare_digest(_signature(user.secret, frame), _bytes(frame.fields.get(_SIGNATURE, "")))
         if not signed or user is _NOBODY:
             raise NotPermittedError("the request has no signature of a known access key")
         if frame.code == Code.HEART_BEAT:
@@ -164,7 +164,11 @@ class Users:
 
 def _signature(secret: bytes, frame: Frame) -> bytes:
     values = "".join(value for name, value in sorted(frame.fields.items()) if name != _SIGNATURE)
-    return base64.b64encode(hmac.digest(secret, values.encode() + frame.body, "sha1"))
+    return base64.b64encode(hmac.digest(secret, _bytes(values) + frame.body, "sha1"))
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="replace")  # a client may send half of a surrogate pair, which Java writes so
 
 
 def _needs(call: Call) -> Needs:

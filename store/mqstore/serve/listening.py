@@ -54,6 +54,9 @@ _GREETING_S: Final = 10
 """Time for the first byte, and for the handshake of TLS."""
 _HANDSHAKE: Final = b"\x16"
 """First byte of a client's TLS. A frame begins by its length, which is smaller than 0x16000000."""
+_SILENT_S: Final = 60
+"""Time after which the system begins to ask a TCP client that sends nothing, and has nothing to read, for a sign.
+A machine without power says no goodbye, and its waiting calls would stay."""
 _UCRED: Final = struct.Struct("3i")
 """Process, user and group of the peer of a Unix socket."""
 
@@ -283,6 +286,7 @@ class Listening:
                 self._server.loop.call_later(_NO_DESCRIPTOR_S, self.resume)
                 return
             accepted.setblocking(False)
+            _keep_alive(accepted)
             task = self._server.loop.create_task(self._serve(accepted))
             self._starting.add(task)
             task.add_done_callback(self._started)
@@ -331,6 +335,16 @@ def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
     except (ssl.SSLError, ValueError) as error:
         raise ConfigError(f"{certificate} and {key} are not a certificate and its key in PEM: {error}") from None
     return context
+
+
+def _keep_alive(accepted: socket.socket) -> None:
+    if accepted.family == socket.AF_UNIX:
+        return
+    with suppress(OSError):  # the client has just left
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("IDLE", _SILENT_S), ("INTVL", max(1, _SILENT_S // 6)), ("CNT", 6)):
+            if (option := getattr(socket, f"TCP_KEEP{name}", None)) is not None:
+                accepted.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _is_ours(accepted: socket.socket) -> bool:

@@ -262,12 +262,13 @@ class Own:
                 f"this server speaks number {PROTOCOL} of mqstore's protocol, the client {protocol}: "
                 "install the same version of mqstore on both sides"
             )
-        for connection in [each for each, session in self._sessions.items() if session.client == client]:
+        here = call.connection
+        for connection in [each for each, of in self._sessions.items() if of.client == client or each is here]:
             # What it has sent and nobody has read must not be done after what the client repeats now.
             self.leave(connection)
-            if connection is not call.connection:
+            if connection is not here:
                 connection.abort("its client has connected again")
-        self._sessions[call.connection] = _Session(call.connection, client, version[:100])
+        self._sessions[here] = _Session(here, client, version[:100])
         broker = self._broker
         store_id, now_ms = broker.store.manifest.store_id, broker.clock.now_ms()
         self._reply(call, spec, Welcome(PROTOCOL, broker.name, store_id, broker.limits, broker.durability, now_ms))
@@ -312,7 +313,8 @@ class Own:
 
     def _unregister(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
         result = self._broker.members.unregister(**given)
-        session.members.pop((given["group"], given["client_id"]), None)
+        if result:  # else it is still the member of another owner, and goes with the connection
+            session.members.pop((given["group"], given["client_id"]), None)
         self._reply(call, spec, result)
 
     def _lock(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:

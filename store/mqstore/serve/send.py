@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mqstore.broker.names import RETRY_PREFIX, dlq_topic, is_retry_topic
 from mqstore.broker.uniquekey import new_unique_key
-from mqstore.errors import ConfigError, InvalidMessageError, TopicNotFoundError
+from mqstore.errors import ConfigError, InvalidMessageError, MQStoreError, TopicNotFoundError
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import DELAY, TRAN_MSG, UNIQ_KEY
 from mqstore.layout.record import COMPRESSED, COMPRESSION_TYPE_MASK
@@ -178,13 +178,18 @@ def _stored(call: Call, puts: list[_Put]) -> None:
 def _send_back(server: Server, call: Call) -> None:
     values = call.values
     limit = values["maxReconsumeTimes"]
-    work = partial(
-        server.broker.send_back,
-        values["group"],
-        values["offset"],
-        delay_level=values["delayLevel"],
-        max_reconsume=None if limit < 0 else limit,
-    )
+
+    def work() -> None:
+        try:
+            server.broker.send_back(
+                values["group"],
+                values["offset"],
+                delay_level=values["delayLevel"],
+                max_reconsume=None if limit < 0 else limit,
+            )
+        except LookupError as error:  # the offset is the client's
+            raise error if isinstance(error, MQStoreError) else MQStoreError(str(error)) from error
+
     server.do_in_thread(call, work, lambda _: call.reply())
 
 

@@ -476,7 +476,7 @@ class PullConsumer:
         With "flush" it is on disk when this returns.
 
         Raises ConfigError for a queue that is not ours, and OffsetOutOfRangeError. Then nothing is committed. Raises
-        NotPermittedError if queues were lost to another member. The others are committed.
+        NotPermittedError if queues were lost, to another member or with a server. The others are committed.
         """
         one_of(durability, "durability", (None, "append", "flush"))
         with self._lock:
@@ -491,10 +491,12 @@ class PullConsumer:
                     self._positions.commit(position, offset)
             if durability == "flush":
                 self._broker.save_offsets()
+                if self._joined:
+                    self._renew()  # a server that was started again meanwhile may have given queues to others
             if self._lost:
                 raise NotPermittedError(
-                    f"{named(self._lost)}: other members of group {self.group!r} have taken these queues, since this "
-                    f"one did not poll for 60 s; their uncommitted messages are redelivered to other members"
+                    f"{named(self._lost)}: this member of group {self.group!r} has lost these queues, since it did not "
+                    f"poll for 60 s, or its server was started again; their uncommitted messages are redelivered"
                 )
 
     def seek(self, queue: QueueRef, to: int | Start) -> None:
