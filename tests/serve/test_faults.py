@@ -245,7 +245,9 @@ def test_client_that_reads_a_byte_at_a_time_is_disconnected(store: Store) -> Non
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="the system's own time for it is hours")
-def test_vanished_client_is_looked_for(store: Store, servers: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_that_vanishes_is_disconnected(
+    store: Store, servers: list[Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The peer has closed without a FIN, as a machine that has lost its power."""
     monkeypatch.setattr("mqstore.serve.listening._SILENT_S", 1)
     with serving(store) as there:
