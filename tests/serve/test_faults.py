@@ -20,6 +20,7 @@ import pytest
 
 import mqstore
 from mqstore import Store
+from mqstore.broker.tables.members import Mode
 from mqstore.clock import SystemClock
 from mqstore.errors import ConfigError, MQStoreError, QueueEmpty, ReceiptExpiredError, StoreFullError
 from mqstore.remote import connection as client_side
@@ -284,6 +285,22 @@ def test_two_thousand_waiting_calls_hold_up_nobody(store: Store, servers: list[S
         assert len({client.answer(each).fields["msgOffsetInfo"] for client, each in pops}) == 1_000
         stack.close()
         until(lambda: not kept(servers[0]))
+
+
+def test_member_goes_with_its_connection_whatever_that_says(store: Store, servers: list[Server]) -> None:
+    """Another hello, or the end of a membership of another owner, made it stay for ever."""
+    hello, register, unregister = (CALLS[name] for name in ("session.hello", "members.register", "members.unregister"))
+    member = {"client_id": "c", "group": "billing", "subscriptions": {"orders": ("TAG", "*")}, "owner": "us"}
+    member["mode"] = Mode("queue", False, False, "avg")
+    foreign = {"client_id": "c", "group": "billing", "owner": "others"}
+    with serving(store) as there:
+        for last in (hello.request({"protocol": 1, "client": "b"}), unregister.request(foreign)):
+            with Client(there) as client:
+                client.ask(hello.code, body=hello.request({"protocol": 1, "client": "a"}))
+                assert client.ask(register.code, body=register.request(member)).code == 0
+                assert store.broker.members.members("billing") == ["c"]
+                assert client.ask(unregister.code if b"others" in last else hello.code, body=last).code == 0
+            until(lambda: not kept(servers[0]))
 
 
 # -- another version --------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ from mqstore.signalsafe import Future
 _log = logging.getLogger("mqstore")
 
 _SAVED_S: Final = 5.0
-"""Time after which a server has saved a commit by itself, whatever else it does. Usually it is a tenth of a second."""
+"""Time after which a server that is alive has saved a commit by itself. Usually it is a tenth of a second."""
 _DELAYS: Final = ("delay", "deliver_at", "delay_level")
 """Options with which a message is not found by its unique key before its time."""
 _CHUNK_BYTES: Final = 4 << 20
@@ -193,6 +193,8 @@ class RemoteBroker(ShortCalls, BrokerContract):
             if answer.code:
                 _log.warning("%s: %s cannot be repeated: %s", self.name, " ".join(of), answer.remark)
         if self._greeted:
+            saved_s = self._connection.received_s - _SAVED_S
+            self._commits = {key: commit for key, commit in self._commits.items() if commit[0] > saved_s}
             _log.info("%s: connected again to %s", self.name, self._connection.address)
             for kind, group, *_ in list(self._session):
                 if kind == "member":  # others may have come and gone
@@ -451,14 +453,15 @@ class RemoteBroker(ShortCalls, BrokerContract):
         """Save offsets, also those that a server has lost, because it was killed before it has saved them itself."""
         connection = 0
         while connection != self._greeted:
-            connection = self._greeted
-            for key, (at_s, of, given) in list(self._commits.items()):
-                if at_s < time.monotonic() - _SAVED_S:
-                    self._commits.pop(key, None)
-                elif of != connection:
+            connection, commits = self._greeted, list(self._commits.items())
+            for _, (_, of, given) in commits:
+                if of != connection:
                     with suppress(NotPermittedError):  # the queue was lost, too: its new owner began further back
                         self._call("commit", (), given)
             self._call("save_offsets", (), {})
+        for key, commit in commits:
+            if self._commits.get(key) is commit:
+                self._commits.pop(key, None)
 
     def saved(self, work: Callable[[], Any]) -> Any:
         for listener in tuple(self._listeners.get("save", ())):

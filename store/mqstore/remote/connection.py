@@ -137,7 +137,7 @@ class _Line:
         self._opaque = filterfalse(self.waiting.__contains__, _numbers())
         self.lost: str | None = None
         """Reason why it cannot be used any more."""
-        self._received_s = time.monotonic()
+        self.received_s = time.monotonic()
         self._pinged = False
         self._unsent: list[bytes] = []
         self._unsent_bytes = 0
@@ -226,7 +226,7 @@ class _Line:
             if not data:
                 self.fail("the server has closed it")
                 return
-            self._received_s, self._pinged = time.monotonic(), False
+            self.received_s, self._pinged = time.monotonic(), False
             self._reader.feed(data)
             for frame in self._reader:
                 self._take(frame)
@@ -242,7 +242,7 @@ class _Line:
 
     def _ping(self) -> None:
         if self._pinged:
-            self.fail(f"nothing was received for {time.monotonic() - self._received_s:.1f} s")
+            self.fail(f"nothing was received for {time.monotonic() - self.received_s:.1f} s")
             return
         self._pinged = True
         ping = Frame(self._connection.ping, opaque=next(self._opaque))
@@ -274,7 +274,7 @@ class _Line:
 
     def is_gone(self) -> bool:
         """Return True if the line is lost, or the server has closed it and nobody has read that yet."""
-        if self.lost is None and time.monotonic() - self._received_s > _STALE_S and not self.waiting:
+        if self.lost is None and time.monotonic() - self.received_s > _STALE_S and not self.waiting:
             with suppress(OSError, ValueError):
                 if select.select([self._socket], [], [], 0)[0] and not self._socket.recv(1, socket.MSG_PEEK):
                     self.fail("the server has closed it")
@@ -509,6 +509,11 @@ class Connection:
             line.fail("the greeting failed")
             raise
         return line
+
+    @property
+    def received_s(self) -> float:
+        """Time of the latest sign of the server, of the monotonic clock."""
+        return 0.0 if self._line is None else self._line.received_s
 
     def forget_line(self) -> None:
         """Begin anew in a forked child."""
