@@ -67,7 +67,7 @@ def test_java_clients(tmp_path: Path, jars: Path, binary: bool) -> None:
     classes, scenarios = PROGRAMS[major]
     sources = [HERE / "java" / f"{name}.java" for name in classes]
     subprocess.run(["javac", "-cp", f"{jars}/*", "-d", tmp_path, *sources], check=True)
-    header = ["-Drocketmq.serialize.type=ROCKETMQ"] if binary else []
+    header = ["-Drocketmq.serialize.type=ROCKETMQ", "-Dcom.rocketmq.heartbeat.v2=true"] if binary else []
     home = f"-Duser.home={tmp_path}"  # logs, and the offsets of broadcasting
     with started(tmp_path / "mq", "--listen", "127.0.0.1:0") as (_, (host, port)):
         done = subprocess.run(

@@ -121,18 +121,6 @@ def test_popped_messages_of_all_queues_can_be_acknowledged(client: Client, store
     assert store.broker.lag("billing") == dict.fromkeys(store.broker.lag("billing"), 0)
 
 
-def test_receipt_is_the_engine_s(client: Client, store: Store) -> None:
-    store.put("orders", b"a", queue_id=2)
-    store.put("orders", b"b", queue_id=2)
-    answer = client.ask(POP, POP_ORDERS | {"queueId": 2})
-    [pending, _] = store.broker.pending("billing")
-    time_ms = pending.pop_time_ms
-    assert [message.receipt for message in popped(answer)] == [
-        f"0 {time_ms} 60000 0 0 mqstore 2 0",
-        f"0 {time_ms} 60000 0 0 mqstore 2 1",
-    ]
-
-
 def test_waiting_pop_is_answered_by_the_next_message(client: Client, store: Store) -> None:
     pop = client.send(POP, POP_ORDERS | {"pollTime": 60_000})
     client.ask(ROUTE, {"topic": "orders"})  # handled after the pop

@@ -31,7 +31,7 @@ def _query(server: Server, call: Call) -> None:
     body = _body(call, "topic", "consumerGroup", "clientId", "strategyName", "messageModel")
     topic, group = body["topic"], body["consumerGroup"]
     mode = server.request_modes.get(topic, group)
-    queues = _queues_of(server, mode, **body)
+    queues = _queues_of(server, mode, body)
     if queues is None:
         call.reply(body=dumps({}))  # the client keeps what it has
         return
@@ -42,33 +42,23 @@ def _query(server: Server, call: Call) -> None:
     call.reply(body=dumps({"messageQueueAssignments": assignments}))
 
 
-def _queues_of(
-    server: Server,
-    mode: RequestMode,
-    *,
-    topic: str,
-    consumerGroup: str,  # noqa: N803  (names of the request's fields)
-    clientId: str,  # noqa: N803
-    strategyName: str,  # noqa: N803
-    messageModel: str,  # noqa: N803
-) -> list[int] | None:
+def _queues_of(server: Server, mode: RequestMode, body: Mapping[str, str]) -> list[int] | None:
     """Return the queues of a client, or None if they are not known: no such topic, members or strategy."""
-    config = server.broker.topics.get(topic)
+    config, client_id = server.broker.topics.get(body["topic"]), body["clientId"]
     if config is None:
         return None
-    every = [QueueRef(topic, i) for i in range(config.read_queues if config.readable else 0)]
-    members = server.members(consumerGroup)
-    divide = _STRATEGIES.get(strategyName)
-    if messageModel == "BROADCASTING":
+    every = [QueueRef(config.name, i) for i in range(config.read_queues if config.readable else 0)]
+    members, divide = server.members(body["consumerGroup"]), _STRATEGIES.get(body["strategyName"])
+    if body["messageModel"] == "BROADCASTING":
         mine = set(every)
     elif not members or divide is None:
         return None
-    elif not every or clientId not in members:
+    elif not every or client_id not in members:
         mine = set()
     elif mode.mode == "POP" and mode.share <= 0:
         return [-1]
     else:
-        at, share = members.index(clientId), mode.share if mode.mode == "POP" else 0
+        at, share = members.index(client_id), mode.share if mode.mode == "POP" else 0
         if share and len(members) > len(every):
             mine = {every[at % len(every)]}
         else:
