@@ -160,7 +160,7 @@ def administer(broker: Any, behind: Any) -> None:
             setattr(target, name, through(getattr(source, name)))
 
 
-SETTLED = ("members.", "locks.", "transactions.", "add_", "wake_one")
+SETTLED = ("members.", "locks.", "transactions.", "add_", "wake_one", "topics.create")
 """Calls whose effects on others are there when they return, as in one process."""
 
 

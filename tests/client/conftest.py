@@ -36,6 +36,7 @@ _BELLS = "replaces the waits of all threads, and a connection has some of its ow
 _LEASES = "a lease of a killed client ends at its time, not with the next open"
 _LOG = "looks into the log by `broker.store`"
 _NOTES = "a server keeps no notes of the messages that its clients have begun"
+_TEXTS = "an opening of a served directory has another text"
 _AT_ONCE = "a server delivers nothing without a call"
 _NOT_CONNECTED = {
     "arguments": "the server checks the types of arguments, and its texts are others",
@@ -56,6 +57,7 @@ _HERE_ONLY = {
     "test_a_put_behind_a_full_segment_waits_on_the_thread": _LOG,
     "test_a_start_on_a_full_disk_may_be_tried_again": _LISTENERS,
     "test_a_start_that_was_refused_may_be_tried_again": _LISTENERS,
+    "test_a_refusal_names_a_step_that_works": _TEXTS,
     "test_a_thousand_who_get_and_put_need_no_thread_and_lose_nothing": _THREADS,
     "test_after_kill_9_what_was_on_lease_comes_again_at_once": _LEASES,
     "test_ctrl_c_in_the_wait_gives_the_turn_to_another": _BELLS,
@@ -72,6 +74,7 @@ _HERE_ONLY = {
     "test_join_does_not_wait_for_ever_for_a_delayed_item_that_never_comes": _LOG,
     "test_kill_brings_again_exactly_what_was_not_committed": _NOTES,
     "test_letters_of_an_ordered_group_come_in_their_order_and_one_at_a_time": "settles by one text, not a list of them",
+    "test_lock_holder_is_named": _TEXTS,
     "test_options_that_cannot_be_leave_no_trace": _LISTENERS,
     "test_pause_survives_a_failed_start": _LISTENERS,
     "test_starting_and_stopping_leaves_nothing_behind": _THREADS,

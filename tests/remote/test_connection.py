@@ -353,9 +353,8 @@ def test_end_of_a_connection_ends_members_locks_and_waits(serving: Serving, behi
 def test_a_second_connection_of_a_process_ends_its_first(store: Any, behind: Store) -> None:
     """What was sent on the first and not yet read must not be done after what is repeated on the second."""
     line = store.broker._connection._line
-    other = Connection(store.broker._connection.address)
-    hello = CALLS["session.hello"]
-    assert other.call(hello.code, hello.request({"protocol": 1, "client": store.broker._client})).code == 0
+    other = Connection(store.broker._connection.address, greet=store.broker._greet)
+    other.open()
     until(lambda: line.is_gone() or bool(line.lost))
     other.close()
 

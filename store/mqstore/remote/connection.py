@@ -275,9 +275,11 @@ class _Line:
     def is_gone(self) -> bool:
         """Return True if the line is lost, or the server has closed it and nobody has read that yet."""
         if self.lost is None and time.monotonic() - self.received_s > _STALE_S and not self.waiting:
-            with suppress(OSError, ValueError):
+            try:
                 if select.select([self._socket], [], [], 0)[0] and not self._socket.recv(1, socket.MSG_PEEK):
                     self.fail("the server has closed it")
+            except (OSError, ValueError) as error:  # ValueError: the socket has just been closed here
+                self.fail(str(error))
         return self.lost is not None
 
     def fail(self, why: str) -> None:
