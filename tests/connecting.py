@@ -43,6 +43,7 @@ class Serving:
     async def _main(self, ready: Future[str]) -> None:
         try:
             async with Server(self._broker, listen=[("127.0.0.1", 0)]) as server:
+                self.server = server
                 ready.set_result(server.endpoints[0])
                 await self._stop.wait()
         except BaseException as error:

@@ -359,6 +359,41 @@ def test_a_second_connection_of_a_process_ends_its_first(store: Any, behind: Sto
     other.close()
 
 
+def test_wait_withdrawn_after_its_answer_passes_its_turn(store: Any, behind: Store) -> None:
+    """The answer was on its way when the client withdrew the wait, and the message waited with everybody else."""
+    store.create_topic("t")
+    called: list[int] = []
+    for i in range(2):
+        store.broker.add_pop_waiter("g", "t", lambda worth, i=i: called.append(i))
+    behind.put("t", b"a")
+    until(lambda: len(called) == 1)
+    withdraw = CALLS["session.withdraw"]
+    body = withdraw.request({"number": 999_999, "turn": ("g", "t", -1)})  # the server knows no such wait any more
+    store.broker._connection.tell(withdraw.code, body)
+    until(lambda: sorted(called) == [0, 1])
+
+
+def test_check_counts_if_the_client_does_not_know(tmp_path: Path) -> None:
+    asked: list[bytes] = []
+    clock = mqstore.SimulatedClock()
+    with mqstore.open(tmp_path / "clocked", config=mqstore.StoreConfig(clock=clock)) as behind:
+        serving = Serving(behind.broker)
+        unknown, transactions = serving.server.own._unknown, behind.broker.transactions
+        with (
+            mqstore.connect(serving.address) as store,
+            store.producer(group="till", checker=lambda message: asked.append(message.body)),
+        ):
+            transactions.begin("t", b"a", producer_group="till")
+            for _ in range(3):
+                clock.advance(40_000)
+                behind.broker.run_once()
+                until(lambda: len(unknown) == 1)
+            [half] = transactions._halves._open.values()
+        serving.close()
+    assert asked == [b"a"] * 3
+    assert half.checks == 2  # the third answer is still with the server
+
+
 def test_close_ends_who_waits(serving: Serving) -> None:
     store = mqstore.connect(serving.address)
     queue = store.queue("jobs")
