@@ -18,6 +18,7 @@ import mqstore
 from mqstore import Store, StoreConfig
 from mqstore.files.filesystem import FileSystem
 from mqstore.remoting.frames import Frame, encode
+from mqstore.serve import listening
 from tests.serve.support import ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, Client, Limits, serving
 
 
@@ -179,8 +180,12 @@ def test_body_above_the_limit_of_the_store_is_refused(tmp_path: Path) -> None:
         assert (client.ask(SEND, ORDERS, bytes(1001)).code, client.ask(SEND, ORDERS, bytes(1000)).code) == (13, 0)
 
 
-def test_connections_above_the_limit_wait_until_one_is_closed(store: Store) -> None:
-    with serving(store, limits=Limits(connections=2)) as address, Client(address) as first:
+@pytest.mark.parametrize(("connections", "descriptors"), [(2, 1 << 20), (10_000, 66)])
+def test_connections_above_the_limit_wait_until_one_is_closed(
+    store: Store, monkeypatch: pytest.MonkeyPatch, connections: int, descriptors: int
+) -> None:
+    monkeypatch.setattr(listening, "free_descriptors", lambda: descriptors)  # 64 are left to the store
+    with serving(store, limits=Limits(connections=connections)) as address, Client(address) as first:
         with Client(address) as second:
             assert {each.ask(ROUTE, {"topic": "orders"}).code for each in (first, second)} == {0}
             third = Client(address)

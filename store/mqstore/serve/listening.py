@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from mqstore.errors import ConfigError
+from mqstore.files.filesystem import free_descriptors
 from mqstore.remoting.calls import library_version
 from mqstore.serve.connection import Connection, endpoint_of
 
@@ -48,6 +49,8 @@ _UNIX_PATH_BYTES_MAX: Final = 107
 _BACKLOG: Final = 512
 _ACCEPTS_A_TURN: Final = 64
 _FIRST_DESCRIPTOR: Final = 3
+_FILES: Final = 64
+"""Descriptors that connections leave to the store."""
 _NO_DESCRIPTOR_S: Final = 1.0
 """Pause of accepting when the process has no free descriptor."""
 _GREETING_S: Final = 10
@@ -207,6 +210,7 @@ class Listening:
         """Prepare to accept on sockets: the server's `own`, which it closes at its end, and others. With `tls` a client
         of TCP may begin by a handshake."""
         self._tls = tls
+        self._limit = min(server.limits.connections, max(1, free_descriptors() - _FILES))
         self._server = server
         self._own = own
         self._given = given
@@ -268,7 +272,7 @@ class Listening:
 
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(_ACCEPTS_A_TURN):
-            limit = self._server.limits.connections
+            limit = self._limit
             if self.count >= limit:
                 self._pause()
                 if self._server.connections >= limit and not self._is_full:
