@@ -140,6 +140,17 @@ def test_extended_lease_is_acknowledged_by_its_newest_receipt(store: Store, name
         queue.get(timeout=8)
 
 
+def test_get_acknowledges_done_tasks(store: Store, name: str) -> None:
+    queue = store.queue(name, visibility=3)
+    queue.put_many([b"1", b"2"])
+    first = queue.get(timeout=20)
+    second = queue.get(timeout=20, done=[first])
+    second.ack()
+
+    with pytest.raises(mqstore.QueueEmpty):
+        queue.get(timeout=8)
+
+
 def test_queue_counts_and_waits_for_its_items(store: Store, name: str) -> None:
     queue = store.queue(name, maxsize=3)
     queue.put_many([b"1", b"2"])

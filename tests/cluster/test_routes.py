@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from inspect import getsource, isfunction, signature
 from typing import Any
 
 import pytest
 
 from mqstore.client.allocation import avg
+from mqstore.contract import BrokerContract, SendOptions
 from mqstore.errors import FormatError
 from mqstore.log.commitlog import QueueRef
+from mqstore.remote.cluster import pops
+from mqstore.remote.cluster.broker import ClusterBroker
 from mqstore.remote.cluster.routes import RoutedTopic, fastjson, routed, spread
 
 READ, WRITE = 4, 2
@@ -94,3 +98,23 @@ def test_members_divide_queues_like_java() -> None:
 @pytest.mark.parametrize(("number", "brokers", "each"), [(1, 2, [1, 0]), (4, 2, [2, 2]), (5, 3, [2, 2, 1])])
 def test_queues_of_a_new_topic_are_spread(number: int, brokers: int, each: list[int]) -> None:
     assert spread(number, brokers) == each
+
+
+IGNORED = {"durability", "owner", "local"}
+"""Options that the brokers decide themselves."""
+
+
+@pytest.mark.parametrize(
+    "call", [name for name, each in vars(BrokerContract).items() if isfunction(each) and name[0] != "_"]
+)
+def test_every_option_of_the_contract_is_known(call: str) -> None:
+    """Methods take options by `**`, so a new one of the contract would be ignored without a word."""
+    method = getattr(ClusterBroker, call)
+    known = getsource(method) + str(SendOptions.__annotations__) + str(pops._POP_OPTIONS)
+    options = [
+        each.name
+        for each in signature(getattr(BrokerContract, call)).parameters.values()
+        if each.kind == each.KEYWORD_ONLY
+    ]
+
+    assert [name for name in options if name not in known and name not in IGNORED] == []

@@ -105,6 +105,7 @@ class ClusterBroker(Sends, Pops):
             "save": [],
         }
         self.log = log_of(self, links)
+        self.offsets_folder = None  # as `RemoteBroker.local_offsets` finds it
         self._store_id = hashlib.sha256(self.name.encode()).hexdigest()[:32]
         links.topics_changed = self._topic_changed
         links.requested = self._requested

@@ -60,6 +60,9 @@ _AT_ONCE_S, _PAUSE_S = 0.03, 0.1
 _RELEASE_MS: Final = 1_000
 _LEASES_MAX: Final = 100_000
 _REASON_BYTES: Final = 1_024
+_POP_OPTIONS: Final[dict[str, Any]] = {
+    "queue_id": -1, "filter": None, "order": False, "start": None, "attempt_id": None, "acks": ()
+}  # fmt: skip
 _MARKS: Final = (POP_CK, DELAY, TIMER_OUT_MS, TIMER_DELAY_MS, TIMER_DELIVER_MS)
 
 
@@ -89,12 +92,17 @@ class Pops(Reads):
         self, group: str, topic: str, n: int = 1, *, invisible: Duration = 60, poll: Duration = 0, **options: Any
     ) -> list[Delivery]:
         """Deliver messages (`BrokerContract.pop`). `local`, `durability` and `skip_acked` have no effect."""
+        unknown = options.keys() - _POP_OPTIONS.keys() - {"local", "durability", "skip_acked"}
+        if unknown:  # one that is not known here must not be ignored
+            raise TypeError(f"a pop from a cluster has no {', '.join(sorted(unknown))}")
         if acks := options.pop("acks", ()):
             self.ack(group, topic, acks)
         if not 1 <= n <= MAX_BATCH:
             raise ConfigError(f"n must be 1 to {MAX_BATCH}, got {n}")
-        options = {"queue_id": -1, "filter": None, "order": False, "start": None, "attempt_id": None, **options}
+        options = _POP_OPTIONS | options
         options["filter"] = as_filter(options["filter"])
+        if options["acks"]:
+            self.ack(group, topic, options["acks"])
         invisible_ms = milliseconds(invisible, "invisible")
         end_ms = self.clock.monotonic_ms() + milliseconds(poll, "poll")
         while not (found := self._pop(group, topic, n, invisible_ms, options)):
