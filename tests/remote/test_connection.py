@@ -359,13 +359,27 @@ def test_a_second_connection_of_a_process_ends_its_first(store: Any, behind: Sto
     other.close()
 
 
-def test_wait_withdrawn_after_its_answer_passes_its_turn(store: Any, behind: Store) -> None:
+@pytest.fixture
+def clocked(tmp_path: Path) -> Iterator[tuple[Store, Any, Serving]]:
+    """A store whose time stands still, so that nothing happens by itself; the store of its client; and its server."""
+    config = mqstore.StoreConfig(clock=mqstore.SimulatedClock())
+    with mqstore.open(tmp_path / "clocked", config=config) as behind:
+        serving = Serving(behind.broker)
+        with mqstore.connect(serving.address) as store:
+            yield behind, store, serving
+        serving.close()
+
+
+def test_wait_withdrawn_after_its_answer_passes_its_turn(clocked: tuple[Store, Any, Serving]) -> None:
     """The answer was on its way when the client withdrew the wait, and the message waited with everybody else."""
+    behind, store, _ = clocked
     store.create_topic("t")
     called: list[int] = []
     for i in range(2):
         store.broker.add_pop_waiter("g", "t", lambda worth, i=i: called.append(i))
+    store.broker.members.members("g")  # the waits are there
     behind.put("t", b"a")
+    behind.broker.run_once()
     until(lambda: len(called) == 1)
     withdraw = CALLS["session.withdraw"]
     body = withdraw.request({"number": 999_999, "turn": ("g", "t", -1)})  # the server knows no such wait any more
@@ -373,23 +387,39 @@ def test_wait_withdrawn_after_its_answer_passes_its_turn(store: Any, behind: Sto
     until(lambda: sorted(called) == [0, 1])
 
 
-def test_check_counts_if_the_client_does_not_know(tmp_path: Path) -> None:
-    asked: list[bytes] = []
-    clock = mqstore.SimulatedClock()
-    with mqstore.open(tmp_path / "clocked", config=mqstore.StoreConfig(clock=clock)) as behind:
+def test_news_continue_on_the_next_connection(store: Any, behind: Store) -> None:
+    heard: list[str] = []
+    store.broker.listen("topics", heard.append)
+    lose(store)
+    until(lambda: not store.broker._connection._line.lost)
+    behind.create_topic("t")
+    until(lambda: heard == ["t"])
+
+
+def test_restart_of_the_server_ends_no_lease(tmp_path: Path) -> None:
+    """Its receivers are other processes, which still work."""
+    with mqstore.open(tmp_path) as behind:
+        behind.put("t", b"a")
         serving = Serving(behind.broker)
-        unknown, transactions = serving.server.own._unknown, behind.broker.transactions
-        with (
-            mqstore.connect(serving.address) as store,
-            store.producer(group="till", checker=lambda message: asked.append(message.body)),
-        ):
-            transactions.begin("t", b"a", producer_group="till")
-            for _ in range(3):
-                clock.advance(40_000)
-                behind.broker.run_once()
-                until(lambda: len(unknown) == 1)
-            [half] = transactions._halves._open.values()
+        with mqstore.connect(serving.address) as store:
+            [delivery] = store.broker.pop("g", "t", invisible=3600)
         serving.close()
+    with mqstore.open(tmp_path) as behind:
+        assert behind.broker.pop("g", "t") == []
+        behind.broker.ack("g", "t", [delivery.receipt])
+
+
+def test_check_counts_if_the_client_does_not_know(clocked: tuple[Store, Any, Serving]) -> None:
+    asked: list[bytes] = []
+    behind, store, serving = clocked
+    unknown, transactions = serving.server.own._unknown, behind.broker.transactions
+    with store.producer(group="till", checker=lambda message: asked.append(message.body)):
+        transactions.begin("t", b"a", producer_group="till")
+        for _ in range(3):
+            behind.broker.clock.advance(40_000)  # type: ignore[attr-defined]
+            behind.broker.run_once()
+            until(lambda: len(unknown) == 1)
+        [half] = transactions._halves._open.values()
     assert asked == [b"a"] * 3
     assert half.checks == 2  # the third answer is still with the server
 
@@ -434,12 +464,14 @@ def test_transaction_of_a_lost_process_is_decided_by_another(serving: Serving, b
     assert [message.body for message in behind.iter("t")] == [b"paid"]
 
 
-def test_dead_letters_are_read_by_pages(store: Store) -> None:
+def test_dead_letters_are_read_by_pages(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mqstore.serve.own._ANSWER_BYTES_MAX", 10_000)
     store.put_many("t", [b"%d" % i for i in range(600)], queue_id=0)
     for message in store.iter("t"):
         store.broker.send_back("g", message, delay_level=-1, reason="no")
     letters = store.dead_letters("g")
     assert len(letters) == 600
+    assert len(store.broker._call("letters.select", ("g",), {"offsets": range(256)})) < 100
     assert [letter.body for letter in letters] == [b"%d" % i for i in range(600)]
     odd = letters.replay(where=lambda letter: int(letter.body) % 2 == 1)
     assert (odd.count, len(letters), letters.purge(before_offset=100), len(letters)) == (300, 300, 50, 250)
