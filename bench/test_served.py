@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -196,26 +196,26 @@ def xreadgroup(client: Any, bodies: list[bytes], *, acks: bool = True, count: in
     return run
 
 
-@pytest.mark.parametrize(
-    ("work", "beside"),
-    [
-        pytest.param(put, {peer("LPUSH", lpush): 0.9}, id="put"),
-        pytest.param(put_in_flight, {peer("LPUSH, 64 in flight", lpush_in_flight): 0.8}, id="put_64_in_flight"),
-        pytest.param(put_many, {peer("LPUSH of 32", lpush_many): 1.2}, id="put_32"),
-        pytest.param(get, {peer("BRPOPLPUSH and LREM", brpoplpush): 0.8}, id="get_and_ack"),
-        pytest.param(get_many, {peer("XREADGROUP of 32 and XACK", xreadgroup): 1.2}, id="get_and_ack_32"),
-        pytest.param(
-            read,
-            {
-                peer("XREADGROUP", partial(xreadgroup, acks=False, count=1)): 4,
-                peer("XREADGROUP of 32", partial(xreadgroup, acks=False)): None,
-            },
-            id="pull_32",
-        ),
-    ],
-)
-def test_served(ask: Ask, work: Any, beside: dict[Side, float]) -> None:
+QUESTIONS: Mapping[str, tuple[Any, Mapping[Side, float | None]]] = {
+    "put": (put, {peer("LPUSH", lpush): 0.9}),
+    "put_64_in_flight": (put_in_flight, {peer("LPUSH, 64 in flight", lpush_in_flight): 0.8}),
+    "put_32": (put_many, {peer("LPUSH of 32", lpush_many): 1.2}),
+    "get_and_ack": (get, {peer("BRPOPLPUSH and LREM", brpoplpush): 0.8}),
+    "get_and_ack_32": (get_many, {peer("XREADGROUP of 32 and XACK", xreadgroup): 1.2}),
+    "pull_32": (
+        read,
+        {
+            peer("XREADGROUP", partial(xreadgroup, acks=False, count=1)): 4,
+            peer("XREADGROUP of 32", partial(xreadgroup, acks=False)): None,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_served(ask: Ask, question: str) -> None:
     """One client process, messages of 1 KiB."""
+    work, beside = QUESTIONS[question]
     ask(side(work), _LOAD, beside)
 
 
@@ -309,11 +309,14 @@ _PERSIST_QUEUE = relay_of("persistqueue SQLiteAckQueue", peers.persist_queue, 0.
 _HUEY = relay_of("huey SqliteStorage", huey, 0.3)
 
 
-@pytest.mark.parametrize(
-    ("size", "goals"),
-    [(1, {_LITEQUEUE: 1, _PERSIST_QUEUE: None, _HUEY: None}), (_BATCH, {_LITEQUEUE: 8, _PERSIST_QUEUE: 5, _HUEY: 5})],
-)
-def test_items_through_two_processes(ask: Ask, size: int, goals: dict[Side, float | None]) -> None:
+GOALS: Mapping[int, Mapping[Side, float | None]] = {
+    1: {_LITEQUEUE: 1, _PERSIST_QUEUE: None, _HUEY: None},
+    _BATCH: {_LITEQUEUE: 8, _PERSIST_QUEUE: 5, _HUEY: 5},
+}
+
+
+@pytest.mark.parametrize("size", GOALS)
+def test_items_through_two_processes(ask: Ask, size: int) -> None:
     """One process puts while the other takes and acknowledges, one item or 32 at a time."""
     shared = partial(connected, size=size)
-    ask(Side("mqstore Queue", partial(relay, open_queue=shared, size=size, serve=True)), _LOAD, goals)
+    ask(Side("mqstore Queue", partial(relay, open_queue=shared, size=size, serve=True)), _LOAD, GOALS[size])
