@@ -30,6 +30,7 @@ from mqstore.remoting.frames import Frame
 from mqstore.remoting.short import (
     bodies_bytes,
     bodies_of,
+    deliveries_answer,
     deliveries_of,
     messages_of,
     put_fields,
@@ -127,7 +128,7 @@ def codes_of(remote: RemoteBroker, monkeypatch: pytest.MonkeyPatch) -> list[tupl
     return sent
 
 
-def test_messages_go_through_short_calls(remote: RemoteBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_go_through_short_calls(remote: RemoteBroker, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = codes_of(remote, monkeypatch)
     remote.put("orders", b"one", queue_id=0, tag="paid", keys="k", unique_key="u")
     [second, third] = remote.put_many("orders", [b"two", b"three"], queue_id=0)
@@ -142,6 +143,7 @@ def test_messages_go_through_short_calls(remote: RemoteBroker, monkeypatch: pyte
         (body, 1, "orders") for body in (b"one", b"two", b"three")
     ]
     assert remote.pop("g", "orders", 2, queue_id=0) == []
+    assert store.broker.pending("g") == []
     assert [short for _, short in sent] == [True] * 7
 
 
@@ -161,6 +163,18 @@ def test_deliveries_are_those_of_the_broker(remote: RemoteBroker, store: Store) 
     assert [(each.topic, each.message.topic, each.attempt) for each in seen] == [("orders", "%RETRY%g+orders", 2)] * 3
     remote.ack("g", "orders", [each.receipt for each in seen])
     assert list(store.broker.pending("g")) == []
+
+
+def test_deliveries_of_several_queues_have_no_short_form(store: Store) -> None:
+    """A new message and a redelivered one differ only in the topic that stores them."""
+    for topic in ("orders", "again"):
+        store.broker.put(topic, b"x", queue_id=0)
+    new, again = (
+        Delivery(store.broker.read(topic, 0, 0).messages[0], "receipt", 5, "orders", 0, None)
+        for topic in ("orders", "again")
+    )
+    assert deliveries_answer([new, again]) is None
+    assert deliveries_answer([new, new]) is not None
 
 
 @pytest.mark.parametrize(
