@@ -380,7 +380,7 @@ def test_wait_withdrawn_after_its_answer_passes_its_turn(clocked: tuple[Store, A
     store.broker.members.members("g")  # the waits are there
     behind.put("t", b"a")
     behind.broker.run_once()
-    until(lambda: len(called) == 1)
+    until(lambda: bool(called))
     withdraw = CALLS["session.withdraw"]
     body = withdraw.request({"number": 999_999, "turn": ("g", "t", -1)})  # the server knows no such wait any more
     store.broker._connection.tell(withdraw.code, body)
