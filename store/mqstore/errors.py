@@ -273,16 +273,7 @@ class NotPermittedError(MQStoreError, PermissionError):
 
 
 class NotSupportedError(MQStoreError, NotImplementedError):
-    """The server has no such operation. The text says what to do instead.
-
-    >>> import mqstore, tempfile
-    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder, shared=True) as store:
-    ...     try:
-    ...         store.serve()
-    ...     except mqstore.NotSupportedError as error:
-    ...         "the server" in str(error)
-    True
-    """
+    """The server has no such operation. The text says what to do instead."""
 
 
 class TransactionStateError(MQStoreError):
@@ -351,9 +342,10 @@ class ConnectionLostError(MQStoreError, ConnectionError):
     With `sent` the call may have been done: a message is perhaps stored. Otherwise nothing was sent.
 
     >>> import mqstore
+    >>> from mqstore.errors import ConnectionLostError
     >>> try:
     ...     mqstore.connect("127.0.0.1:1", timeout=0.1)
-    ... except mqstore.ConnectionLostError as error:
+    ... except ConnectionLostError as error:
     ...     error.sent
     False
     """

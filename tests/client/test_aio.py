@@ -335,6 +335,16 @@ async def test_queue_agrees_with_the_sync_queue(store: aio.Store) -> None:
 
 
 @in_store
+async def test_done_tasks_are_acknowledged_before_a_get(store: aio.Store) -> None:
+    queue = await store.queue("jobs")
+    await queue.put_many([b"1", b"2", b"3"])
+    first = await queue.get()
+    second = await queue.get(done=[first])
+    [third] = await queue.get_many(5, done=[second])
+    assert (first.settled, second.settled, third.value, await queue.qsize()) == (True, True, b"3", 1)
+
+
+@in_store
 async def test_task_done_is_for_what_the_task_of_the_loop_got_last(store: aio.Store) -> None:
     queue = await store.queue("jobs")
     await queue.put_many([b"0", b"1", b"2"])

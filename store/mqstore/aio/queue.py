@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -111,10 +111,18 @@ class Queue(Closable[queue.Queue]):
     # -- out --------------------------------------------------------------------------------------------------------
 
     async def get(
-        self, block: bool = True, timeout: Duration | None = None, *, visibility: Duration | None = None
+        self,
+        block: bool = True,
+        timeout: Duration | None = None,
+        *,
+        visibility: Duration | None = None,
+        done: Sequence[Task] = (),
     ) -> Task:
-        """Get as `mqstore.Queue.get`. If cancelled, it has taken nothing, and another receiver is called."""
+        """Get as `mqstore.Queue.get`. If cancelled, it has taken nothing, and another receiver is called. Tasks that
+        are `done` are acknowledged first, each in a call."""
         wait_s = limit(timeout) if block else 0
+        for each in done:
+            await each.ack()
         self._bridge.check()
         if self._bridge.is_turn_over():
             await asyncio.sleep(0)  # before the get: a caller that is cancelled here has taken nothing
@@ -138,8 +146,10 @@ class Queue(Closable[queue.Queue]):
         """Get as `mqstore.Queue.get_nowait`."""
         return await self.get(block=False)
 
-    async def get_many(self, max_items: int, timeout: Duration | None = 0) -> list[Task]:
-        """Get as `mqstore.Queue.get_many`."""
+    async def get_many(self, max_items: int, timeout: Duration | None = 0, *, done: Sequence[Task] = ()) -> list[Task]:
+        """Get as `mqstore.Queue.get_many`. Tasks that are `done` are acknowledged first, each in a call."""
+        for each in done:
+            await each.ack()
         return await self._look(lambda: self.sync.get_many(max_items, 0) or None, limit(timeout))
 
     async def _look(self, look: Callable[[], list[queue.Task] | None], timeout_s: float | None) -> list[Task]:

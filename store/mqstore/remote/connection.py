@@ -472,9 +472,10 @@ class Connection:
             line = self._line
             if line is not None and line.lost is None:
                 return line
-            if self._failure is not None and self._failure[0] > asked_s:
-                raise self._failure[1]  # another thread has tried meanwhile
             pause_s = _PAUSE_MIN_S
+            tried_s, failure = self._failure or (0.0, None)
+            if failure is not None and tried_s > asked_s and time.monotonic() + pause_s > until_s:
+                raise failure  # another thread has tried for as long as this one would have
             while True:
                 try:
                     self._line = line = self._opened()

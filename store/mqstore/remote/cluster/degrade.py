@@ -54,5 +54,10 @@ DIFFERENCES: Final[dict[str, Difference]] = {
 
 
 def refuse(what: str, instead: str) -> NoReturn:
-    """Raise NotSupportedError with advice."""
+    """Raise NotSupportedError with advice.
+
+    >>> refuse("verify", "use RocketMQ's tools")
+    Traceback (most recent call last):
+    mqstore.errors.NotSupportedError: verify is not possible with an Apache RocketMQ cluster; use RocketMQ's tools
+    """
     raise NotSupportedError(f"{what} is not possible with an Apache RocketMQ cluster; {instead}")
