@@ -14,7 +14,7 @@ import pytest
 
 import mqstore
 from mqstore import Store
-from mqstore.errors import ConfigError
+from mqstore.errors import ConfigError, NotPermittedError
 from mqstore.serve import Users
 from tests.serve.support import HEART_BEAT, LITE_PULL, ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, Client, serving
 from tests.tools.support import mqstore as command
@@ -184,3 +184,30 @@ def test_file_that_is_wrong_is_refused(tmp_path: Path, text: str, mode: int, err
     result = command("serve", tmp_path / "mq", "--listen", "127.0.0.1:0", "--auth", path)
     assert (result.exit_code, error in result.stderr) == (2, True)
     assert not (tmp_path / "mq").exists()
+
+
+# -- mqstore.connect --------------------------------------------------------------------------------------------------
+
+
+def test_own_clients_sign_as_an_administrator(address: tuple[str, int]) -> None:
+    where = "{}:{}".format(*address)
+    with mqstore.connect(where, access_key="operator", secret_key="0") as store:
+        store.put_many("other", [b"a", b"b"], queue_id=0)
+        queue = store.queue("jobs")
+        queue.put(b"c")
+        assert (queue.get().value, [message.body for message in store.iter("other")]) == (b"c", [b"a", b"b"])
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"access_key": "operator", "secret_key": "1"}, {"access_key": "shop", "secret_key": SECRETS["shop"]}],
+    ids=["none", "wrong", "no administrator"],
+)
+def test_own_client_without_the_right_is_refused(address: tuple[str, int], keys: dict[str, str]) -> None:
+    with pytest.raises(NotPermittedError):
+        mqstore.connect("{}:{}".format(*address), timeout=1, **keys)
+
+
+def test_access_key_needs_its_secret() -> None:
+    with pytest.raises(ConfigError, match="secret_key"):
+        mqstore.connect("127.0.0.1:1", access_key="shop")

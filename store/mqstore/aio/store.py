@@ -65,13 +65,19 @@ def open(path: str | PathLike[str], *args: Any, **options: Any) -> Made[Store]: 
     return _opened(path, share)
 
 
-def connect(address: str | PathLike[str], *, timeout: Duration = 10) -> Made[Store]:
+def connect(
+    address: str | PathLike[str],
+    *,
+    timeout: Duration = 10,
+    access_key: str | None = None,
+    secret_key: str | None = None,
+) -> Made[Store]:
     """Connect as `mqstore.connect` does. Use it as `open`."""
 
     def make() -> sync.Store:
         from mqstore.remote.store import RemoteStore
 
-        return RemoteStore(address, timeout=timeout)
+        return RemoteStore(address, timeout=timeout, access_key=access_key, secret_key=secret_key)
 
     return _opened(fspath(address), make)
 

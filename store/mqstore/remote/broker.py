@@ -49,6 +49,7 @@ from mqstore.remoting.calls import CALLS, CHECK, NEWS, PROTOCOL, TABLES, Call, l
 from mqstore.remoting.codes import NOT_SUPPORTED
 from mqstore.remoting.frames import Frame
 from mqstore.remoting.short import put_fields, receipt_of
+from mqstore.remoting.signing import Signer
 from mqstore.remoting.values import loads, message_of
 from mqstore.signalsafe import Future
 
@@ -123,9 +124,14 @@ class RemoteBroker(ShortCalls, BrokerContract):
     """Delivery by the broker of a server. Thread-safe."""
 
     def __init__(
-        self, address: str, *, timeout_s: float = 10.0, dial: Callable[[], socket.socket] | None = None
+        self,
+        address: str,
+        *,
+        timeout_s: float = 10.0,
+        dial: Callable[[], socket.socket] | None = None,
+        sign: Signer | None = None,
     ) -> None:
-        """Connect, by `dial` if it is given.
+        """Connect, by `dial` if it is given, and sign each request if there is a `sign`.
         Raises ConnectionLostError, and NotSupportedError for a server that does not speak this protocol."""
         self.clock: Any = _ServerClock()
         self.own_clock = False
@@ -154,6 +160,7 @@ class RemoteBroker(ShortCalls, BrokerContract):
             greet=self._greet,
             requested=self._requested,
             dial=dial,
+            sign=sign,
         )
         self._connection.open()
 

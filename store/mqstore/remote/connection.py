@@ -35,6 +35,7 @@ from weakref import WeakSet
 from mqstore.errors import ConfigError, ConnectionLostError, FormatError, MQStoreError, StoreClosedError
 from mqstore.remoting.codes import GO_AWAY
 from mqstore.remoting.frames import Frame, FrameReader, encode
+from mqstore.remoting.signing import Signer
 from mqstore.signalsafe import Bell, Lock
 
 _log = logging.getLogger("mqstore")
@@ -156,6 +157,8 @@ class _Line:
         """Send a frame that has its number, or needs none. If it may go `together` with others, and an earlier one like
         it is not answered, it is sent after that answer, or with the next other frame."""
         frame.binary = -0x8000 <= frame.code < 0x8000  # the codes that a binary header can have
+        if self._connection.sign is not None:
+            self._connection.sign(frame)
         data = encode(frame)
         with self._sending:
             if self.lost is not None:
@@ -319,13 +322,14 @@ class Connection:
         requested: Callable[[Frame], object] = lambda frame: None,
         frame_bytes: int = 256 << 20,
         dial: Callable[[], socket.socket] | None = None,
+        sign: Signer | None = None,
     ) -> None:
         """Prepare a connection to `address` (`address_of`). The first call opens it. With `dial`, which returns a
         connected socket, the address is only for texts.
 
         `ping` is the code of a request that any server answers, if only by an error. `greet(ask)` is called with each
         new line, before anything else is sent on it: `ask(frame)` returns an answer. `requested` takes the requests of
-        the server, in the thread that reads: it must not block."""
+        the server, in the thread that reads: it must not block. `sign` adds the signature to a frame."""
         self.address = address
         self.listens = False
         """True if requests of the server are awaited, even when nothing is parked."""
@@ -338,6 +342,7 @@ class Connection:
         self._timeout_s = timeout_s
         self._greet = greet
         self.requested = requested
+        self.sign = sign
         self._start()
         _connections.add(self)
 

@@ -27,6 +27,7 @@ from mqstore.log.snapshot.copy import SnapshotReport
 from mqstore.options import Duration, seconds
 from mqstore.remote.broker import RemoteBroker
 from mqstore.remote.cluster.broker import ClusterBroker
+from mqstore.remoting.signing import Signer, signer
 from mqstore.signalsafe import Bell
 from mqstore.store import Store
 
@@ -126,12 +127,15 @@ class RemoteStore(Store):
         address: str | PathLike[str],
         *,
         timeout: Duration = 10,
+        access_key: str | None = None,
+        secret_key: str | None = None,
         dial: Callable[[], socket.socket] | None = None,
     ) -> None:
         """Connect as `mqstore.connect` does, or by `dial`, which returns a connected socket."""
         self._prepare()
         timeout_s = seconds(timeout, "timeout")
-        broker: Any = _connected(os.fspath(address), timeout_s, dial)
+        sign = signer(access_key, secret_key)
+        broker: Any = _connected(os.fspath(address), timeout_s, dial, sign)
         self._broker = broker
         self.log: Any = RemoteLog(broker)
         self._register()
@@ -197,20 +201,20 @@ class RemoteStore(Store):
 
 
 def _connected(
-    address: str, timeout_s: float, dial: Callable[[], socket.socket] | None
+    address: str, timeout_s: float, dial: Callable[[], socket.socket] | None, sign: Signer | None
 ) -> RemoteBroker | ClusterBroker:
     """Connect to a server, or to the cluster of a name server, which knows no hello."""
     if dial is None and ";" in address:
-        return ClusterBroker(address, timeout=timeout_s)
+        return ClusterBroker(address, timeout=timeout_s, sign=sign)
     if dial is not None or not os.path.isdir(address):
         try:
-            return RemoteBroker(address, timeout_s=timeout_s, dial=dial)  # type: ignore[abstract]  # methods are set by the table
+            return RemoteBroker(address, timeout_s=timeout_s, dial=dial, sign=sign)  # type: ignore[abstract]  # methods are set by the table
         except NotSupportedError:
-            return ClusterBroker(address, timeout=timeout_s)
+            return ClusterBroker(address, timeout=timeout_s, sign=sign)
     failure = ConnectionLostError(f"no server has {address} open; start one with: mqstore serve {address}", sent=False)
     for endpoint, has_lock in _announced(Path(address)):
         try:
-            broker = RemoteBroker(endpoint, timeout_s=timeout_s)  # type: ignore[abstract]
+            broker = RemoteBroker(endpoint, timeout_s=timeout_s, sign=sign)  # type: ignore[abstract]
         except ConnectionLostError as error:
             failure = error if has_lock else failure
             continue
@@ -251,7 +255,13 @@ def _announced(path: Path) -> Iterator[tuple[str, bool]]:
             yield each, has_lock
 
 
-def connect(address: str | PathLike[str], *, timeout: Duration = 10) -> RemoteStore:
+def connect(
+    address: str | PathLike[str],
+    *,
+    timeout: Duration = 10,
+    access_key: str | None = None,
+    secret_key: str | None = None,
+) -> RemoteStore:
     """Connect to a store that another process serves (`mqstore serve`), or to an Apache RocketMQ cluster.
 
     `address` is `host:port`, the path of a Unix socket, or the served directory itself. For a cluster it is the name
@@ -259,6 +269,9 @@ def connect(address: str | PathLike[str], *, timeout: Duration = 10) -> RemoteSt
     connected, and each may fork. A connection that is lost is made again: calls wait for that at most `timeout`
     seconds, and are repeated if that is harmless. A put is repeated only with a `unique_key`.
 
+    With `access_key` and `secret_key` each request is signed, for a server with `--auth`, where the key must be one of
+    an administrator, or a cluster with access keys. A Unix socket needs none.
+
     Raises ConnectionLostError without a server, ConfigError for an address or a server of another kind.
     """
-    return RemoteStore(address, timeout=timeout)
+    return RemoteStore(address, timeout=timeout, access_key=access_key, secret_key=secret_key)

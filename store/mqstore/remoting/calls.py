@@ -22,7 +22,7 @@ from mqstore import contract, errors
 from mqstore.broker.admin.operations import Operations
 from mqstore.broker.redelivery.dead_letters import Replay
 from mqstore.contract import BrokerContract, Event, GroupConfig, Limits, NobodyAsked
-from mqstore.errors import ConfigError, FormatError, MQStoreError, ResultCode
+from mqstore.errors import ConfigError, FormatError, MQStoreError, NotPermittedError, ResultCode
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.reading.reader import GetResult
@@ -466,5 +466,7 @@ def error_of(code: int, remark: str | None, body: bytes) -> Exception:
                 continue
             setattr(error, each, _RECEIPTS[each].read(of, blobs) if each in _RECEIPTS else of)
     except (ValueError, TypeError, AttributeError, MQStoreError):
-        return MQStoreError(f"the server answers {code}: {remark}")
+        # The refusal of a server with users has no body: it does not look at the request.
+        kind = NotPermittedError if code == ResultCode.NO_PERMISSION else MQStoreError
+        return kind(f"the server answers {code}: {remark}")
     return error

@@ -116,7 +116,7 @@ def encode(frame: Frame, body_bytes: int | None = None) -> bytes:
     return b"".join((_PREFIX.pack(4 + len(header) + size, mark), header, body))
 
 
-def _sent_text(value: object) -> str:
+def sent_text(value: object) -> str:
     """Return a value as Java writes it."""
     return value if type(value) is str else ("true" if value else "false") if isinstance(value, bool) else str(value)
 
@@ -131,7 +131,7 @@ def _json_header(frame: Frame) -> bytes:
         "version": frame.version,
     }
     if frame.fields:
-        header["extFields"] = {name: _sent_text(value) for name, value in frame.fields.items()}
+        header["extFields"] = {name: sent_text(value) for name, value in frame.fields.items()}
     if frame.remark is not None:
         header["remark"] = frame.remark
     return json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
@@ -141,7 +141,7 @@ def _binary_header(frame: Frame) -> bytes:
     remark = (frame.remark or "").encode(errors="replace")
     pairs: list[bytes] = []
     for name, value in frame.fields.items():
-        name_bytes, value_bytes = name.encode(), _sent_text(value).encode(errors="replace")
+        name_bytes, value_bytes = name.encode(), sent_text(value).encode(errors="replace")
         pairs += (_NAME.pack(len(name_bytes)), name_bytes, _I32.pack(len(value_bytes)), value_bytes)
     fields = b"".join(pairs)
     language = _LANGUAGE_BYTES.get(frame.language, _OTHER)

@@ -12,14 +12,12 @@ The file is TOML, readable only by its owner. A name may end with `*`::
     secret = "another one"
     admin = true                        # everything
 
-A request is signed: base64 of HMAC-SHA1 over the values of its fields in the order of their names, and its body.
-Nothing in it is fresh, so somebody who has read it can repeat it, and TLS hides it. Connections of the Unix socket need
-no signature. A request that `_NEEDS` does not name is for administrators.
+A request is signed (`remoting/signing.py`). Connections of the Unix socket need no signature. A request that `_NEEDS`
+does not name is for administrators.
 """
 
 from __future__ import annotations
 
-import base64
 import hmac
 import logging
 import os
@@ -34,6 +32,7 @@ from mqstore.broker.names import DLQ_PREFIX, RETRY_PREFIX
 from mqstore.errors import ConfigError, FormatError, NotPermittedError
 from mqstore.remoting.codes import Code
 from mqstore.remoting.shapes import dumps, loads
+from mqstore.remoting.signing import ACCESS_KEY, SIGNATURE, bytes_of, signature_of
 from mqstore.serve.routes import DEFAULT_TOPIC
 
 if TYPE_CHECKING:
@@ -45,7 +44,6 @@ _log = logging.getLogger("mqstore")
 Needs = Iterator[tuple[str, str]]
 """Rights, as ("pub", topic), ("sub", topic), ("any", topic) or ("group", name)."""
 _BYTES_MAX: Final = 1 << 20
-_KEY, _SIGNATURE = "AccessKey", "Signature"
 _LISTS: Final = ("pub", "sub", "groups")
 _VERBS: Final = {"pub": "send to topic", "sub": "read topic", "any": "use topic", "group": "consume in group"}
 
@@ -149,10 +147,10 @@ class Users:
         """Raise NotPermittedError for a request without a right signature, or with one of a user without the right.
         A heartbeat loses the groups and subscriptions that its user may not have."""
         frame = call.frame
-        key = frame.fields.get(_KEY, "")
+        key = frame.fields.get(ACCESS_KEY, "")
         user = self._users.get(key, _NOBODY)
         # Also for an unknown key, so that the time of the answer does not say which one it is.
-        signed = hmac.compare_digest(_signature(user.secret, frame), _bytes(frame.fields.get(_SIGNATURE, "")))
+        signed = hmac.compare_digest(signature_of(user.secret, frame), bytes_of(frame.fields.get(SIGNATURE, "")))
         if not signed or user is _NOBODY:
             raise NotPermittedError("the request has no signature of a known access key")
         if frame.code == Code.HEART_BEAT:
@@ -160,15 +158,6 @@ class Users:
         for kind, name in _needs(call):
             if not user.may(kind, name):
                 raise NotPermittedError(f"the access key {key!r} may not {_VERBS.get(kind, kind)} {name!r}")
-
-
-def _signature(secret: bytes, frame: Frame) -> bytes:
-    values = "".join(value for name, value in sorted(frame.fields.items()) if name != _SIGNATURE)
-    return base64.b64encode(hmac.digest(secret, _bytes(values) + frame.body, "sha1"))
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode(errors="replace")  # a client may send half of a surrogate pair, which Java writes so
 
 
 def _needs(call: Call) -> Needs:

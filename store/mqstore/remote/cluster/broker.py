@@ -36,6 +36,7 @@ from mqstore.remote.cluster.tables import Groups, Locks, Members, Topics
 from mqstore.remote.cluster.transactions import Transactions
 from mqstore.remoting.codes import Code
 from mqstore.remoting.frames import Frame
+from mqstore.remoting.signing import Signer
 
 _log = logging.getLogger("mqstore")
 
@@ -66,7 +67,12 @@ class ClusterBroker(Sends, Pops):
     """Delivery by the brokers of a cluster. Thread-safe. Closing it closes its connections."""
 
     def __init__(
-        self, addresses: str | Collection[str], *, timeout: Duration = 10, client_id: str | None = None
+        self,
+        addresses: str | Collection[str],
+        *,
+        timeout: Duration = 10,
+        client_id: str | None = None,
+        sign: Signer | None = None,
     ) -> None:
         """Connect. `addresses` is "host:port;host:port" of the name servers, or several texts. Raises ConfigError for
         bad ones, and ConnectionLostError if no name server answers."""
@@ -75,7 +81,7 @@ class ClusterBroker(Sends, Pops):
         if not names:
             raise ConfigError(f"a cluster is given by its name servers, as in 'host:9876', not by {addresses!r}")
         client = client_id or f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        links = Links(names, timeout_s=seconds(timeout, "timeout"), client_id=client)
+        links = Links(names, timeout_s=seconds(timeout, "timeout"), client_id=client, sign=sign)
         self._links = links
         self.name = links.name
         self.clock = SYSTEM_CLOCK

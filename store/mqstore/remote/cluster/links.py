@@ -38,6 +38,7 @@ from mqstore.remote.cluster.records import message_at, records
 from mqstore.remote.cluster.routes import Place, RoutedTopic, addresses, fastjson, routed
 from mqstore.remote.connection import Answered, Connection
 from mqstore.remoting.frames import Frame
+from mqstore.remoting.signing import Signer
 from mqstore.signalsafe import Bell, Lock
 from mqstore.threads import start_thread
 
@@ -92,7 +93,9 @@ def checked(answer: Frame | None, who: str, ok: Collection[int] = (0,)) -> Frame
 class Links:
     """Connections and routes of one client. Thread-safe."""
 
-    def __init__(self, name_servers: Collection[str], *, timeout_s: float, client_id: str) -> None:
+    def __init__(
+        self, name_servers: Collection[str], *, timeout_s: float, client_id: str, sign: Signer | None = None
+    ) -> None:
         self.client_id = client_id
         self.name = ";".join(name_servers)
         self.closed = False
@@ -100,8 +103,8 @@ class Links:
         """Function for requests of brokers, called in the background thread."""
         self.topics_changed: Callable[[str], object] = lambda topic: None
         """Function called with a topic whose route has changed, in the background thread."""
-        self._timeout_s = timeout_s
-        self._names = [Connection(each, timeout_s=timeout_s) for each in name_servers]
+        self._timeout_s, self._sign = timeout_s, sign
+        self._names = [Connection(each, timeout_s=timeout_s, sign=sign) for each in name_servers]
         self._addresses: dict[str, str] = {}
         self._links: dict[tuple[str, str], Connection] = {}
         self._routes: dict[str, tuple[float, RoutedTopic | None]] = {}
@@ -340,6 +343,7 @@ class Links:
                     address,
                     timeout_s=self._timeout_s,
                     ping=_PING,
+                    sign=self._sign,
                     requested=lambda frame: self.later(0, lambda: self.requested(broker, frame)),
                 )
                 self._links[address, member] = link
