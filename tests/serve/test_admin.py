@@ -18,7 +18,7 @@ import mqstore
 from mqstore import Store, StoreConfig
 from mqstore.contract import Mode
 from mqstore.engine import SimulatedClock
-from tests.serve.support import ORDERS, PULL, PULL_ORDERS, SEND, Client, serving, started
+from tests.serve.support import ORDERS, PULL, PULL_ORDERS, SEND, Client, started
 
 QUEUES = {0: [b"a", b"b", b"c"], 1: [b"d"]}
 """Bodies of `orders`. The key of each is its letter, and its unique key that twice."""
@@ -67,12 +67,6 @@ def store(tmp_path: Path) -> Iterator[Store]:
         store.broker.groups.create("billing")
         store.broker.commit("billing", "orders", 0, 2)
         yield store
-
-
-@pytest.fixture
-def address(store: Store) -> Iterator[tuple[str, int]]:
-    with serving(store) as address:
-        yield address
 
 
 @pytest.fixture

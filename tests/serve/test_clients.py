@@ -29,18 +29,6 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield store
 
 
-@pytest.fixture
-def address(store: Store) -> Iterator[tuple[str, int]]:
-    with serving(store) as address:
-        yield address
-
-
-@pytest.fixture(params=[False, True], ids=["json", "binary"])
-def client(address: tuple[str, int], request: pytest.FixtureRequest) -> Iterator[Client]:
-    with Client(address, binary=request.param) as client:
-        yield client
-
-
 def members(client: Client) -> list[str]:
     answer = client.ask(38, {"consumerGroup": "billing"})
     found: list[str] = json.loads(answer.body)["consumerIdList"] if answer.code == 0 else []

@@ -26,18 +26,6 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield store
 
 
-@pytest.fixture
-def address(store: Store) -> Iterator[tuple[str, int]]:
-    with serving(store) as address:
-        yield address
-
-
-@pytest.fixture(params=[False, True], ids=["json", "binary"])
-def client(address: tuple[str, int], request: pytest.FixtureRequest) -> Iterator[Client]:
-    with Client(address, binary=request.param) as client:
-        yield client
-
-
 def locks(group: str, client_id: str, *queues: int) -> bytes:
     wanted = [{"topic": "orders", "brokerName": "mqstore", "queueId": queue} for queue in queues]
     return json.dumps({"consumerGroup": group, "clientId": client_id, "mqSet": wanted}).encode()

@@ -1,0 +1,22 @@
+"""Server of the tests' store, and a client that speaks both header types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from mqstore import Store
+from tests.serve.support import Client, serving
+
+
+@pytest.fixture
+def address(store: Store) -> Iterator[tuple[str, int]]:
+    with serving(store) as address:
+        yield address
+
+
+@pytest.fixture(params=[False, True], ids=["json", "binary"])
+def client(address: tuple[str, int], request: pytest.FixtureRequest) -> Iterator[Client]:
+    with Client(address, binary=request.param) as client:
+        yield client
