@@ -233,12 +233,7 @@ class Own:
             then(work())
 
     def _when_done(self, call: Call, done: Future[Any], then: Callable[[Any], object]) -> None:
-        if done.done():
-            then(done.result())
-            return
-        answer = partial(self._attempt, call, lambda: then(done.result()))
-        call.connection.park(call, lambda: None)
-        done.add_done_callback(lambda _: self._server.post(partial(self._server.resume, call, answer)))
+        self._server.when_done(call, done, then, attempt=partial(self._attempt, call))
 
     def _reply(self, call: Call, spec: Spec, result: Any) -> None:
         call.reply(body=spec.answer(result))

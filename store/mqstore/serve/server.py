@@ -524,13 +524,22 @@ class Server:
         call.connection.park(call, lambda: None)
         return done
 
-    def when_done(self, call: Call, done: Future[Result], answer: Callable[[Result], object]) -> None:
-        """Answer a call when its work is done: now, or in the loop's thread after a wait for the disk."""
+    def when_done(
+        self,
+        call: Call,
+        done: Future[Result],
+        answer: Callable[[Result], object],
+        *,
+        attempt: Callable[[Callable[[], object]], object] = lambda work: work(),
+    ) -> None:
+        """Answer a call when its work is done: now, or in the loop's thread after a wait for the disk. There `attempt`
+        may answer with an error in another way than the server does."""
         if done.done():
             answer(done.result())
             return
         call.connection.park(call, lambda: None)
-        done.add_done_callback(lambda _: self.post(partial(self.resume, call, lambda: answer(done.result()))))
+        finish = partial(attempt, lambda: answer(done.result()))
+        done.add_done_callback(lambda _: self.post(partial(self.resume, call, finish)))
 
     def park_for(self, call: Call, pause_ms: int, answer: Callable[[], object]) -> None:
         """Call `answer` after a pause, unless the call is answered earlier or its client is gone."""
