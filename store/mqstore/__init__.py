@@ -39,13 +39,14 @@ from mqstore.client.push.handlers import COMMIT, ROLLBACK, BatchFailure, Reject,
 from mqstore.client.push.workers import cancelled
 from mqstore.client.send.producer import Producer
 from mqstore.client.simpleconsumer import SimpleConsumer
+from mqstore.client.task import Task
 from mqstore.clock import SimulatedClock
 from mqstore.errors import MQStoreError, QueueEmpty, QueueFull, QueueShutDown
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.writing.outgoing import Body, OutgoingMessage
 from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig
-from mqstore.queue import Queue, Task
+from mqstore.queue import Queue
 from mqstore.store import Store
 
 if TYPE_CHECKING:

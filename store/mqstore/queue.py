@@ -34,11 +34,12 @@ from typing import Any
 from mqstore.broker.names import retry_topic
 from mqstore.broker.pop.receipts import parse_recall_handle
 from mqstore.client.codecs import BYTES, Codec
-from mqstore.client.delivery import Lease, LeaseContext, release, visibility_seconds
+from mqstore.client.delivery import LeaseContext, release, visibility_seconds
 from mqstore.client.groupsettings import begin_in, check_order, enter_group
 from mqstore.client.interceptors import Settled
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.popsource import pop_retries
+from mqstore.client.task import Task
 from mqstore.client.waits import Wait, Waits
 from mqstore.contract import MAX_BATCH, BrokerContract, DeadLetters, Delivery, RetryPolicy, SendOptions
 from mqstore.errors import (
@@ -55,52 +56,12 @@ from mqstore.log.commitlog import SendReceipt
 from mqstore.options import Duration, check_whole, milliseconds, seconds
 from mqstore.signalsafe import Condition
 
-_UNREAD: Any = object()
 _MAX_NAME = 120
 _LOOK_S = 0.25
 """Time after which a waiting thread looks by itself. Other consumers, or time, may settle items too."""
 _LATE_MS = 60_000
 """Time that `join` waits for a delayed item that is overdue.
 The item may have been recalled, or delivered long ago."""
-
-
-class Task(Lease):
-    """Leased item. `with task:` acknowledges it at a clean end, and gives it back after an exception.
-    `Retry` and `Reject` are obeyed and not raised again.
-
-    >>> import mqstore, tempfile
-    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
-    ...     queue = store.queue("jobs", codec=mqstore.JSON)
-    ...     queue.put({"page": 7})
-    ...     with queue.get() as task:
-    ...         task.value, task.attempt, queue.qsize()
-    ...     queue.qsize()
-    ({'page': 7}, 1, 1)
-    0
-    """
-
-    __slots__ = ("_codec", "_value")
-
-    def __init__(self, context: LeaseContext, delivery: Delivery, codec: Codec) -> None:
-        # Inline `Lease.__init__`: one call less for each item.
-        self._context = context
-        self._delivery = delivery
-        self._message = None
-        self._verb = None
-        self._expires_at = None
-        self._codec = codec
-        self._value: Any = _UNREAD
-
-    @property
-    def value(self) -> Any:
-        """Item that was put. Raises FormatError if the queue's codec cannot decode it.
-        Inside `with` that is a failed attempt."""
-        if self._value is _UNREAD:
-            self._value = self._codec.decode(self._delivery.message.body)
-        return self._value
-
-    def __enter__(self) -> Task:
-        return self
 
 
 class _Last(threading.local):

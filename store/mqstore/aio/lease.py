@@ -14,12 +14,13 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
-from mqstore import contract, queue
+from mqstore import contract
 from mqstore.aio.base import AsyncBase, Value, called, paged, to_its_end
 from mqstore.client import delivery
+from mqstore.client import task as client_task
 from mqstore.log.message import Message
 
-L = TypeVar("L", queue.Task, delivery.Delivery)
+L = TypeVar("L", client_task.Task, delivery.Delivery)
 
 
 class Lease(AsyncBase[L]):
@@ -55,7 +56,7 @@ class Lease(AsyncBase[L]):
         return leave() if isinstance(error, GeneratorExit) else await to_its_end(self, leave)
 
 
-class Task(Lease[queue.Task]):
+class Task(Lease[client_task.Task]):
     """Leased item with coroutines.
     `async with task:` acknowledges it at a clean end, and gives it back after an exception. If cancelled, the item is
     released at once, and the attempt does not count.

@@ -22,6 +22,7 @@ from mqstore import queue
 from mqstore.aio.base import Closable, Value, called, in_order, limit, to_its_end
 from mqstore.aio.lease import DeadLetters, Task
 from mqstore.aio.loop_thread import LoopThread
+from mqstore.client import task as client_task
 from mqstore.client.codecs import BYTES
 from mqstore.client.delivery import release
 from mqstore.contract import SendOptions
@@ -131,7 +132,7 @@ class Queue(Closable[queue.Queue]):
         if task is not None:
             return self._taken(task)
 
-        def look() -> list[queue.Task] | None:
+        def look() -> list[client_task.Task] | None:
             try:
                 return [self.sync.get(False, visibility=visibility)]
             except QueueEmpty:
@@ -152,14 +153,14 @@ class Queue(Closable[queue.Queue]):
             await each.ack()
         return await self._look(lambda: self.sync.get_many(max_items, 0) or None, limit(timeout))
 
-    async def _look(self, look: Callable[[], list[queue.Task] | None], timeout_s: float | None) -> list[Task]:
+    async def _look(self, look: Callable[[], list[client_task.Task] | None], timeout_s: float | None) -> list[Task]:
         found = await self._bridge.look(look, self._park, timeout_s=timeout_s, undo=release)
         return [self._taken(each) for each in found or ()]
 
     def _park(self, again: Callable[[], object]) -> Callable[[], object]:
         return self.sync._when_ready(again).cancel
 
-    def _taken(self, found: queue.Task) -> Task:
+    def _taken(self, found: client_task.Task) -> Task:
         task = Task(self._bridge, found)
         current = asyncio.current_task(self._bridge.loop)
         if current is not None:
