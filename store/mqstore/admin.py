@@ -25,7 +25,7 @@ from mqstore.broker.admin.cut import cut_messages, restore_cut
 from mqstore.broker.admin.inspect import inspect_broker
 from mqstore.broker.admin.offline import Offline, look, offline
 from mqstore.broker.admin.operations import of_directory as operations
-from mqstore.broker.names import check_group, check_user_topic, retry_topics
+from mqstore.broker.names import check_group, check_user_topic, queue_name, queue_topic, retry_topics
 from mqstore.broker.redelivery.dead_letters import DeadLetters
 from mqstore.broker.tables.configchecks import CONFIG_CHECKS
 from mqstore.broker.tables.groups import default_retry
@@ -50,6 +50,8 @@ __all__ = [
     "offline",
     "operations",
     "plan_snapshot",
+    "queue_name",
+    "queue_topic",
     "rebuild_config",
     "restore_cut",
     "retry_topics",

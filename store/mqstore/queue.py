@@ -8,10 +8,10 @@
                    +--------------------+  last attempt, reject        %DLQ%NAME
                       %RETRY%NAME+NAME: copies of failed items, which `get` also reads
 
-A queue is a topic and a group, both with its name, and uses pop. All tools that know topics can use it, and it has no
-other files. The topic has one queue, unless somebody else created it: then all its queues are read, in turn. First
-deliveries of one queue are FIFO, and redeliveries come when they are due. In an `ordered` queue nothing overtakes a
-leased item.
+A queue is a topic and a group, both with its name (`queue_topic`), and uses pop. All tools that know topics can use
+it, and it has no other files. The topic has one queue, unless somebody else created it: then all its queues are read,
+in turn. First deliveries of one queue are FIFO, and redeliveries come when they are due. In an `ordered` queue nothing
+overtakes a leased item.
 
 Priorities are not supported. An item that must overtake others needs another queue.
 
@@ -31,7 +31,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from mqstore.broker.names import retry_topic
+from mqstore.broker.names import queue_topic, retry_topic
 from mqstore.broker.pop.receipts import parse_recall_handle
 from mqstore.client.codecs import BYTES, Codec
 from mqstore.client.delivery import LeaseContext, release, visibility_seconds
@@ -56,7 +56,6 @@ from mqstore.log.commitlog import SendReceipt
 from mqstore.options import Duration, check_whole, milliseconds, seconds
 from mqstore.signalsafe import Condition
 
-_MAX_NAME = 120
 _LOOK_S = 0.25
 """Time after which a waiting thread looks by itself. Other consumers, or time, may settle items too."""
 _LATE_MS = 60_000
@@ -84,9 +83,9 @@ class Queue:
         codec       `BYTES` (default, and None), `TEXT`, `JSON`, or an object with `encode` and `decode`
         maxsize     `put` waits while this many items are not done; 0: no limit
 
-    Raises ConfigError for a name of more than 120 characters, bad options, or if `ordered` for a topic with more than
-    one queue. Raises it for an `ordered` that differs from the queue's, too. Raises GroupInUseError for a `retry` that
-    differs from that of the group's live consumers. Raises InvalidMessageError for a name that no topic can have.
+    Raises ConfigError for a name that is empty, too long, or has control characters, for bad options, or if `ordered`
+    for a topic with more than one queue. Raises it for an `ordered` that differs from the queue's, too. Raises
+    GroupInUseError for a `retry` that differs from that of the group's live consumers.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -109,18 +108,15 @@ class Queue:
         codec: Codec | None = BYTES,
         maxsize: int = 0,
     ) -> None:
-        if not isinstance(name, str):
-            raise ConfigError(f"the name of a queue is a str, not {name!r:.80}")
+        topic = queue_topic(name)
         codec = BYTES if codec is None else codec
         if not (callable(getattr(codec, "encode", None)) and callable(getattr(codec, "decode", None))):
             raise ConfigError(f"a codec has encode and decode, as mqstore.TEXT; {codec!r:.80} has not")
-        if len(name) > _MAX_NAME:
-            raise ConfigError(
-                f"the name of a queue has at most {_MAX_NAME} characters, not {len(name)}: {name[:40]!r}..."
-            )
         check_whole("maxsize", maxsize, 0)
         self.name = name
-        self._retries = retry_topic(name)
+        self._topic = topic
+        """Name of its topic and group, which is the queue's name if a topic can have it."""
+        self._retries = retry_topic(topic)
         self._broker = broker
         self._codec = codec
         self._ordered = ordered
@@ -133,26 +129,26 @@ class Queue:
         self._coming: tuple[int, str] | None = None
         """Due time (wall ms) and unique key of the last delayed item that was put here."""
         self._last = _Last()
-        group = broker.groups.get(name)
+        group = broker.groups.get(topic)
         if group is not None:
             check_order(group, ordered)
-        broker.members.check_retry("this Queue", name, retry)
-        topic = broker.topics.create(name, queues=1)
-        if ordered and not topic.read_queues == topic.write_queues == 1:
-            place = shlex.join([broker.name, name])
+        broker.members.check_retry("this Queue", topic, retry)
+        config = broker.topics.create(topic, queues=1)
+        if ordered and not config.read_queues == config.write_queues == 1:
+            place = shlex.join([broker.name, topic])
             raise ConfigError(
-                f"topic {name!r} has {topic.read_queues} queues, and an ordered Queue has one. Choose another name, or "
-                f"consume what the topic holds (`mqstore consume {place} --group {name} --ordered --idle-exit 0`) and "
-                f"run `mqstore topics alter {place} --queues 1 --force`"
+                f"topic {topic!r} has {config.read_queues} queues, and an ordered Queue has one. Choose another name, "
+                f"or consume what the topic holds (`mqstore consume {place} --group {shlex.quote(topic)} --ordered "
+                f"--idle-exit 0`) and run `mqstore topics alter {place} --queues 1 --force`"
             )
-        enter_group(broker, name, ordered=ordered, retry=retry)
+        enter_group(broker, topic, ordered=ordered, retry=retry)
         if retry is not None:
-            broker.members.set_retry("this Queue", name, retry)
-        begin_in(broker, name, name, "earliest")
+            broker.members.set_retry("this Queue", topic, retry)
+        begin_in(broker, topic, topic, "earliest")
 
     def _begin(self) -> None:
         """Create locks and waits. Repeated in a forked child if that may use the queue, as it may that of a server."""
-        broker, name = self._broker, self.name
+        broker, name = self._broker, self._topic
         self._changed = Condition()
         """Notified when an item was settled, or the queue was shut."""
         self._waiting = 0
@@ -161,7 +157,7 @@ class Queue:
         """Functions to call then, once."""
         self._waits = Waits(broker, name, order=self._ordered)
         """Waits of the threads in `get`."""
-        self._log = LimitedLog(f"group {name}", broker.clock)
+        self._log = LimitedLog(f"group {self.name}", broker.clock)
         self._context = LeaseContext(broker, name, self._log, self._settled)
 
     # -- in ---------------------------------------------------------------------------------------------------------
@@ -184,7 +180,7 @@ class Queue:
                 receipt = self._put(body, delay)
             self._note_delay(receipt)
         elif delay is None:  # inline `_put`: one call less
-            self._broker.put(self.name, body, queue_id=0)
+            self._broker.put(self._topic, body, queue_id=0)
         else:
             self._note_delay(self._put(body, delay))
 
@@ -194,7 +190,7 @@ class Queue:
 
     def _put(self, body: bytes, delay: Duration | None) -> SendReceipt:
         options: SendOptions = {} if delay is None else {"delay": delay}
-        return self._broker.put(self.name, body, queue_id=0, **options)
+        return self._broker.put(self._topic, body, queue_id=0, **options)
 
     def _append(self, body: bytes, options: SendOptions) -> Future[SendReceipt] | None:
         """Put an encoded item, for `mqstore.aio`. Return a future for the disk, or None if it is full."""
@@ -204,7 +200,7 @@ class Queue:
                 self._wait_for_room(1, False, None)
             except QueueFull:
                 return None
-            return self._broker.put_async(self.name, body, queue_id=0, **options)
+            return self._broker.put_async(self._topic, body, queue_id=0, **options)
 
     def _note_delay(self, receipt: SendReceipt) -> None:
         """Have `join` wait for an item that was put with a delay."""
@@ -227,7 +223,7 @@ class Queue:
         late_ms = self._broker.clock.now_ms() - comes_ms
         if late_ms < 0:
             return True
-        return late_ms < _LATE_MS and not self._broker.find(self.name, unique_key=unique_key, limit=1)
+        return late_ms < _LATE_MS and not self._broker.find(self._topic, unique_key=unique_key, limit=1)
 
     def put_nowait(self, item: Any) -> None:
         """Put an item as `put` does, but raise QueueFull instead of waiting."""
@@ -241,9 +237,9 @@ class Queue:
         if self._maxsize:
             with self._changed:
                 self._wait_for_room(len(bodies), False, None)
-                self._broker.put_many(self.name, bodies, queue_id=0)
+                self._broker.put_many(self._topic, bodies, queue_id=0)
         else:
-            self._broker.put_many(self.name, bodies, queue_id=0)
+            self._broker.put_many(self._topic, bodies, queue_id=0)
 
     def _wait_for_room(self, count: int, block: bool, timeout: Duration | None) -> None:
         """Wait for room. The caller holds the lock."""
@@ -287,7 +283,7 @@ class Queue:
         if self._shut:
             return None
         visibility_ms = self._visibility_ms if visibility is None else _visibility_ms(visibility)
-        found = self._broker.pop_at_once(self.name, self.name, 1, visibility_ms, self._ordered)
+        found = self._broker.pop_at_once(self._topic, self._topic, 1, visibility_ms, self._ordered)
         return Task(self._context, found[0], self._codec) if found else None
 
     def get_nowait(self) -> Task:
@@ -298,7 +294,7 @@ class Queue:
         """Acknowledge tasks, and return those that the next pop of this queue acknowledges instead."""
         left, compiled = [], self._broker._sender is not None
         for task in done:
-            if self._shut or not task._is_poppable(self._context, self.name):
+            if self._shut or not task._is_poppable(self._context, self._topic):
                 task.ack()
             elif not (compiled and task._ack_at_once()):
                 left.append(task)
@@ -352,13 +348,13 @@ class Queue:
                     found, acks = [], [task._receipt for task in done or ()]
                     if topics.entered(self._retries) is not None:
                         if acks:
-                            self._broker.ack(self.name, self.name, acks)
+                            self._broker.ack(self._topic, self._topic, acks)
                         found, acks = self._pop_retries(count, visibility_s), []
                     if not found:
                         # Skip items of an ordered batch that were acknowledged after a redelivered one.
                         found = self._broker.pop(
-                            self.name,
-                            self.name,
+                            self._topic,
+                            self._topic,
                             count,
                             invisible=visibility_s,
                             order=ordered,
@@ -391,15 +387,15 @@ class Queue:
             return []
         ordered = self._ordered
         found, _ = pop_retries(
-            self._broker, self.name, (self.name,), count, visibility_s, order=ordered, skip_acked=ordered
+            self._broker, self._topic, (self._topic,), count, visibility_s, order=ordered, skip_acked=ordered
         )
         return found
 
     def _topics(self) -> Sequence[tuple[str, None]]:
         """Return the topics that may have items, with the group's retry topic once nobody reads by offset."""
-        if self._broker.topics.entered(self._retries) is None or self._broker.members.mode(self.name) is not None:
-            return ((self.name, None),)
-        return (self.name, None), (self._retries, None)
+        if self._broker.topics.entered(self._retries) is None or self._broker.members.mode(self._topic) is not None:
+            return ((self._topic, None),)
+        return (self._topic, None), (self._retries, None)
 
     def _when_ready(self, callback: Callable[[], object]) -> Wait:
         """Call `callback()` once, when another `get(block=False)` may find an item, or the queue is shut.
@@ -494,7 +490,7 @@ class Queue:
         """Return the number of items that are ready, leased, or waiting for another attempt.
         Delayed items count once due. Raises StoreClosedError."""
         self._broker.check_open()  # otherwise a thread that waits would wait for ever
-        return sum(self._broker.lag(self.name).values())
+        return sum(self._broker.lag(self._topic).values())
 
     def __len__(self) -> int:
         return self.qsize()
@@ -513,7 +509,7 @@ class Queue:
     @property
     def dead_letters(self) -> DeadLetters:
         """Items that were rejected or failed too often, to list, replay and purge."""
-        return self._broker.dead_letters(self.name)
+        return self._broker.dead_letters(self._topic)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

@@ -510,8 +510,24 @@ def test_options_that_cannot_be_make_no_queue(bench: Bench, options: dict[str, A
     assert bench.broker.topics.names() == []
 
 
-@pytest.mark.parametrize("name", ["", "a b", "%RETRY%x", "SCHEDULE_TOPIC_XXXX", "x" * 121])
-def test_names_that_cannot_be(bench: Bench, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "a\nb",
+        "\x7f",
+        "\u2028",
+        "\ud800",
+        "%RETRY%x",
+        "%DLQ%x",
+        "SCHEDULE_TOPIC_XXXX",
+        "x" * 121,
+        "." * 41,
+        None,
+        b"jobs",
+    ],
+)
+def test_names_that_cannot_be(bench: Bench, name: Any) -> None:
     with pytest.raises(mqstore.MQStoreError):
         bench.store.queue(name)
     assert bench.broker.topics.names() == []

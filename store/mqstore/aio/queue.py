@@ -85,7 +85,7 @@ class Queue(Closable[queue.Queue]):
             receipt = await asyncio.wrap_future(stored)
         else:
             self.sync._check_puts()
-            receipt = await self._bridge.put(self.name, body, queue_id=0, **options)
+            receipt = await self._bridge.put(self.sync._topic, body, queue_id=0, **options)
         if delay is not None:
             self.sync._note_delay(receipt)
 

@@ -37,6 +37,8 @@ __all__ = [
     "is_system_topic",
     "pop_retry_topic",
     "popped_topic",
+    "queue_name",
+    "queue_topic",
     "retry_topic",
     "retry_topics",
 ]
@@ -72,8 +74,14 @@ _SYSTEM_TOPICS = frozenset(
     }
 )
 _SYSTEM_GROUP_PREFIX = "CID_RMQ_SYS_"
-_USER_NAME = re.compile(r"[a-zA-Z0-9_-]+(?:%[a-zA-Z0-9_-]+)*")
+_PLAIN_NAME = re.compile(r"[a-zA-Z0-9_-]+(?:%[a-zA-Z0-9_-]+)*")
 """With namespaces of RocketMQ's clients, as in `ns%orders`. The engine's own names begin with `%`."""
+_USER_NAME = re.compile(r"(?:[a-zA-Z0-9_-]|\|[0-9a-f]{2})+(?:%(?:[a-zA-Z0-9_-]|\|[0-9a-f]{2})+)*")
+"""With the escapes of `queue_topic`, too."""
+_ESCAPED = [chr(byte) if _PLAIN_NAME.fullmatch(chr(byte)) else f"|{byte:02x}" for byte in range(256)]
+_ESCAPE = re.compile(rb"\|([0-9a-f]{2})")
+_INVISIBLE = re.compile(r"[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+"""Control characters, separators of lines, and halves of characters, which have no UTF-8."""
 
 
 class QueueKey(NamedTuple):
@@ -180,3 +188,41 @@ def check_group(group: object) -> str:
     if group == _NO_GROUP:
         raise ConfigError(f"group {group!r} means no group in RocketMQ; choose another name")
     return group
+
+
+def queue_topic(name: object) -> str:
+    """Return the name of the topic, and group, of the queue `name`.
+
+    A name that a topic can have is kept. In any other name each byte of UTF-8 becomes `|` and two hexadecimal digits,
+    except letters of ASCII, digits, `_` and `-`. RocketMQ allows `|` in names, and applications here cannot use it
+    otherwise. So two queues never have the same topic. Raises ConfigError with the rule that the name breaks.
+
+    >>> queue_topic("jobs"), queue_topic("ns%jobs"), queue_topic("mail to.do"), queue_topic("100%")
+    ('jobs', 'ns%jobs', 'mail|20to|2edo', '100|25')
+    """
+    if not isinstance(name, str):
+        raise ConfigError(f"the name of a queue is a str, not {name!r:.80}")
+    if not name or _INVISIBLE.search(name):
+        raise ConfigError(f"the name of a queue has one character or more, and no control characters, not {name!r:.80}")
+    if name.startswith((RETRY_PREFIX, DLQ_PREFIX)):
+        raise ConfigError(f"{name!r:.80} is a topic of the engine; a queue has its dead letters as `dead_letters`")
+    topic = name if _PLAIN_NAME.fullmatch(name) else "".join(map(_ESCAPED.__getitem__, name.encode()))
+    if len(topic) > MAX_GROUP:
+        raise ConfigError(
+            f"the name of a queue has at most {MAX_GROUP} characters, where a dot or space counts as 3 and another "
+            f"letter as 6 to 12; {name[:40]!r}... has {len(topic)}"
+        )
+    return topic
+
+
+def queue_name(topic: str) -> str:
+    """Return the name of the queue whose topic this is, as its owner typed it.
+
+    >>> queue_name("mail|20to|2edo"), queue_name("a|b")  # RocketMQ's, and no queue here
+    ('mail to.do', 'a|b')
+    """
+    try:
+        name = _ESCAPE.sub(lambda escape: bytes.fromhex(escape[1].decode()), topic.encode()).decode()
+        return name if queue_topic(name) == topic else topic
+    except ValueError:
+        return topic
