@@ -29,11 +29,11 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, Self, TypedDict, cast
 
 from mqstore.broker.names import queue_topic, retry_topic
 from mqstore.broker.pop.receipts import parse_recall_handle
-from mqstore.client.codecs import BYTES, Codec
+from mqstore.client.codecs import BYTES, Codec, T
 from mqstore.client.delivery import LeaseContext, release, visibility_seconds
 from mqstore.client.groupsettings import begin_in, check_order, enter_group
 from mqstore.client.interceptors import Settled
@@ -64,11 +64,20 @@ The item may have been recalled, or delivered long ago."""
 
 
 class _Last(threading.local):
-    task: Task | Settled | None = None
+    task: Task[Any] | Settled | None = None
     """Last item that a thread got, or its outcome."""
 
 
-class Queue:
+class QueueOptions(TypedDict, total=False):
+    """Options of `Queue` that do not change its type."""
+
+    visibility: Duration
+    retry: RetryPolicy | None
+    ordered: bool
+    maxsize: int
+
+
+class Queue(Generic[T]):
     """Persistent queue with the verbs of `queue.Queue`. Thread-safe. Its items outlive the process.
 
     `get` leases an item. If it is not settled within `visibility` seconds (0.1 s to 12 h), it is redelivered. After the
@@ -80,7 +89,8 @@ class Queue:
                     queue's. A new one has 17 attempts with pauses from 1 s to 30 min; a new ordered one has no limit,
                     with pauses from 1 s to 60 s. A policy given here replaces the queue's, but must equal that of
                     live consumers of its group
-        codec       `BYTES` (default, and None), `TEXT`, `JSON`, or an object with `encode` and `decode`
+        codec       `BYTES` (default, and None), `TEXT`, `JSON`, or an object with `encode` and `decode`. With a
+                    `Codec[Job]` it is a `Queue[Job]` for type checkers
         maxsize     `put` waits while this many items are not done; 0: no limit
 
     Raises ConfigError for a name that is empty, too long, or has control characters, for bad options, or if `ordered`
@@ -105,11 +115,11 @@ class Queue:
         visibility: Duration = 60,
         retry: RetryPolicy | None = None,
         ordered: bool = False,
-        codec: Codec | None = BYTES,
+        codec: Codec[T] | None = None,
         maxsize: int = 0,
     ) -> None:
         topic = queue_topic(name)
-        codec = BYTES if codec is None else codec
+        codec = cast(Codec[T], BYTES) if codec is None else codec
         if not (callable(getattr(codec, "encode", None)) and callable(getattr(codec, "decode", None))):
             raise ConfigError(f"a codec has encode and decode, as mqstore.TEXT; {codec!r:.80} has not")
         check_whole("maxsize", maxsize, 0)
@@ -163,7 +173,7 @@ class Queue:
     # -- in ---------------------------------------------------------------------------------------------------------
 
     def put(
-        self, item: Any, block: bool = True, timeout: Duration | None = None, *, delay: Duration | None = None
+        self, item: T, block: bool = True, timeout: Duration | None = None, *, delay: Duration | None = None
     ) -> None:
         """Store an item. With `delay` it becomes available after this many seconds.
 
@@ -225,11 +235,11 @@ class Queue:
             return True
         return late_ms < _LATE_MS and not self._broker.find(self._topic, unique_key=unique_key, limit=1)
 
-    def put_nowait(self, item: Any) -> None:
+    def put_nowait(self, item: T) -> None:
         """Put an item as `put` does, but raise QueueFull instead of waiting."""
         self.put(item, block=False)
 
-    def put_many(self, items: Iterable[Any]) -> None:
+    def put_many(self, items: Iterable[T]) -> None:
         """Store many items at once, which is far quicker than one by one. Raises the errors of `put`.
         Raises QueueFull at once if they do not fit into `maxsize`; then nothing is stored."""
         bodies = [self._codec.encode(item) for item in items]
@@ -263,8 +273,8 @@ class Queue:
         timeout: Duration | None = None,
         *,
         visibility: Duration | None = None,
-        done: Sequence[Task] = (),
-    ) -> Task:
+        done: Sequence[Task[T]] = (),
+    ) -> Task[T]:
         """Return the next item, leased for `visibility` seconds (None: the queue's).
         If `block`, it waits for at most `timeout` seconds. Raises QueueEmpty without an item, QueueShutDown after
         `shutdown`. Tasks of this queue that are `done` are acknowledged first, as by `Task.ack`: of a served store
@@ -277,7 +287,7 @@ class Queue:
         self._last.task = task
         return task
 
-    def _get_at_once(self, visibility: Duration | None = None) -> Task | None:
+    def _get_at_once(self, visibility: Duration | None = None) -> Task[T] | None:
         """Get an item that is prefetched, without waiting for a lock or the disk, for callers such as an event loop.
         None does not mean that there is none: then call `get`. `task_done` does not count it."""
         if self._shut:
@@ -286,11 +296,11 @@ class Queue:
         found = self._broker.pop_at_once(self._topic, self._topic, 1, visibility_ms, self._ordered)
         return Task(self._context, found[0], self._codec) if found else None
 
-    def get_nowait(self) -> Task:
+    def get_nowait(self) -> Task[T]:
         """Get an item as `get` does, but raise QueueEmpty instead of waiting."""
         return self.get(block=False)
 
-    def _to_ack(self, done: Sequence[Task]) -> list[Task]:
+    def _to_ack(self, done: Sequence[Task[T]]) -> list[Task[T]]:
         """Acknowledge tasks, and return those that the next pop of this queue acknowledges instead."""
         left, compiled = [], self._broker._sender is not None
         for task in done:
@@ -300,13 +310,13 @@ class Queue:
                 left.append(task)
         return left
 
-    def get_many(self, max_items: int, timeout: Duration | None = 0, *, done: Sequence[Task] = ()) -> list[Task]:
+    def get_many(self, max_items: int, timeout: Duration | None = 0, *, done: Sequence[Task[T]] = ()) -> list[Task[T]]:
         """Return up to `max_items` items at once, or [] after `timeout` seconds (None: wait for ever).
         Tasks that are `done` are acknowledged first, as `get` does it.
         Each is settled alone. An ordered queue returns at most 32, and then no more until all of them are settled.
         Failed ones are redelivered before later items, without those that are done."""
         check_whole("max_items", max_items, 1)
-        tasks: list[Task] = []
+        tasks: list[Task[T]] = []
         unacked = self._to_ack(done) if done else None
         try:
             block, left = timeout is None or bool(timeout), timeout
@@ -332,7 +342,7 @@ class Queue:
         block: bool,
         timeout: Duration | None,
         visibility: Duration | None,
-        done: Sequence[Task] | None = None,
+        done: Sequence[Task[T]] | None = None,
     ) -> list[Delivery]:
         """Return at least one delivery. Tasks that are `done` are acknowledged before the first look."""
         visibility_s = self._visibility_s if visibility is None else visibility_seconds(visibility)
@@ -408,7 +418,7 @@ class Queue:
         generation = self._waits.generation
         return self._waits.add(self._topics(), callback, -1 if self._shut else generation)
 
-    def __iter__(self) -> Iterator[Task]:
+    def __iter__(self) -> Iterator[Task[T]]:
         """Yield tasks until nothing is ready. It does not wait for the next attempts of failed items."""
         while True:
             try:
@@ -419,11 +429,11 @@ class Queue:
 
     # -- done -------------------------------------------------------------------------------------------------------
 
-    def ack(self, task: Task) -> None:
+    def ack(self, task: Task[T]) -> None:
         """Call `task.ack()`."""
         task.ack()
 
-    def nack(self, task: Task, delay: Duration | None = None) -> None:
+    def nack(self, task: Task[T], delay: Duration | None = None) -> None:
         """Call `task.nack(delay)`."""
         task.nack(delay)
 
@@ -438,7 +448,7 @@ class Queue:
             raise ReceiptExpiredError(f"the last item of this thread was settled before, by {task}")
         self._last.task = None  # only now, so that it can be repeated if the disk is full
 
-    def _settled(self, task: Task, outcome: Settled) -> None:
+    def _settled(self, task: Task[T], outcome: Settled) -> None:
         if self._last.task is task:
             self._last.task = outcome  # a message that is held keeps its segment on the disk after its deletion
         # A waiting thread first counts itself, then looks. So it sees this settlement, or is seen here.
@@ -525,7 +535,7 @@ class Queue:
         self._call_waiting()
         self._waits.ring()
 
-    def __enter__(self) -> Queue:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

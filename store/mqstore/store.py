@@ -20,11 +20,12 @@ from datetime import datetime
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar, Unpack, overload
 from weakref import WeakSet
 
 from mqstore.broker.names import is_system_topic
 from mqstore.broker.opening import CONFIG_CHECKS, findings, open_broker
+from mqstore.client.codecs import Codec, T
 from mqstore.client.pull.consumer import PullConsumer
 from mqstore.client.push.consumer import PushConsumer
 from mqstore.client.send.producer import Producer
@@ -44,7 +45,7 @@ from mqstore.log.store import MessageStore
 from mqstore.log.writing.outgoing import Body, OutgoingMessage
 from mqstore.native import Sending, compiled_put
 from mqstore.options import Durability, Duration, Profile, StoreConfig, check_durability, seconds
-from mqstore.queue import Queue
+from mqstore.queue import Queue, QueueOptions
 from mqstore.signalsafe import check_holds_none
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ class Store(Closing, Sending):
         self._pid = os.getpid()
         self._consumers: WeakSet[PullConsumer | PushConsumer | SimpleConsumer] = WeakSet()
         self._producers: WeakSet[Producer] = WeakSet()
-        self._queues: WeakSet[Queue] = WeakSet()
+        self._queues: WeakSet[Queue[Any]] = WeakSet()
         self._servers: list[ServerThread] = []
 
     def _register(self) -> None:
@@ -413,10 +414,16 @@ class Store(Closing, Sending):
 
     # -- queues, producers, consumers -------------------------------------------------------------------------------
 
-    @_takes_options_of(Queue)
-    def queue(self, *args: Any, **options: Any) -> Queue:
+    @overload
+    def queue(self, name: str, *, codec: Codec[T], **options: Unpack[QueueOptions]) -> Queue[T]: ...
+
+    @overload
+    def queue(self, name: str, *, codec: None = None, **options: Unpack[QueueOptions]) -> Queue[bytes]: ...
+
+    @_takes_options_of(Queue)  # type: ignore[misc]  # for `help`, which shows no overloads
+    def queue(self, *args: Any, **options: Any) -> Queue[Any]:
         """Return a persistent queue with the verbs of `queue.Queue`. See `Queue`."""
-        queue = Queue(self.broker, *args, **options)
+        queue: Queue[Any] = Queue(self.broker, *args, **options)
         self._queues.add(queue)
         return queue
 

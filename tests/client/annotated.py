@@ -50,7 +50,7 @@ async def use_on_a_loop() -> None:
         assert_type(await store.read("t", 0, 0, max_bytes=3), list[mqstore.Message])
         await store.read("t", "0", 0)  # type: ignore[arg-type]
         await store.topics(nothing=3)  # type: ignore[call-arg]
-        await store.queue("jobs", size=3)  # type: ignore[call-arg]
+        await store.queue("jobs", size=3)  # type: ignore[call-overload]
         await mqstore.aio.open("mq", nothing=3)  # type: ignore[call-arg]
         assert_type([each async for each in queue.dead_letters.select(start_ms=3)], list[mqstore.Message])
         task = await queue.get()

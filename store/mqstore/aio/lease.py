@@ -12,15 +12,16 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Generic, Self, TypeVar
 
 from mqstore import contract
 from mqstore.aio.base import AsyncBase, Value, called, paged, to_its_end
 from mqstore.client import delivery
 from mqstore.client import task as client_task
+from mqstore.client.codecs import T
 from mqstore.log.message import Message
 
-L = TypeVar("L", client_task.Task, delivery.Delivery)
+L = TypeVar("L", bound=delivery.Lease)
 
 
 class Lease(AsyncBase[L]):
@@ -56,7 +57,7 @@ class Lease(AsyncBase[L]):
         return leave() if isinstance(error, GeneratorExit) else await to_its_end(self, leave)
 
 
-class Task(Lease[client_task.Task]):
+class Task(Lease[client_task.Task[T]], Generic[T]):
     """Leased item with coroutines.
     `async with task:` acknowledges it at a clean end, and gives it back after an exception. If cancelled, the item is
     released at once, and the attempt does not count.
@@ -74,9 +75,9 @@ class Task(Lease[client_task.Task]):
 
     __slots__ = ()
 
-    value = Value[Any]()
+    value = Value[T]()
 
-    async def __aenter__(self) -> Task:
+    async def __aenter__(self) -> Self:
         return self
 
 

@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 from mqstore import queue
@@ -23,7 +23,7 @@ from mqstore.aio.base import Closable, Value, called, in_order, limit, to_its_en
 from mqstore.aio.lease import DeadLetters, Task
 from mqstore.aio.loop_thread import LoopThread
 from mqstore.client import task as client_task
-from mqstore.client.codecs import BYTES
+from mqstore.client.codecs import BYTES, T
 from mqstore.client.delivery import release
 from mqstore.contract import SendOptions
 from mqstore.errors import QueueEmpty, QueueFull, QueueShutDown
@@ -31,10 +31,10 @@ from mqstore.options import Duration
 
 _LOOK_S = 0.25
 
-T = TypeVar("T")
+R = TypeVar("R")
 
 
-class Queue(Closable[queue.Queue]):
+class Queue(Closable[queue.Queue[T]], Generic[T]):
     """Persistent queue with coroutines, made by `Store.queue`.
     An `await queue.get()` that is cancelled, at any time, has taken nothing. A cancelled `put` has stored the item or
     has not.
@@ -56,23 +56,23 @@ class Queue(Closable[queue.Queue]):
     qsize = called(queue.Queue.qsize)
     empty = called(queue.Queue.empty)
     full = called(queue.Queue.full)
-    put_many = called(queue.Queue.put_many, in_order)
+    put_many = called(queue.Queue[T].put_many, in_order)
     shutdown = called(queue.Queue.shutdown, to_its_end)
 
     def __init__(self, bridge: LoopThread, name: str, **options: Any) -> None:
         """Make the queue, on the store's thread."""
         super().__init__(bridge, bridge.store.queue(name, **options))
-        self._codec = BYTES if options.get("codec") is None else options["codec"]
+        self._codec: Any = BYTES if options.get("codec") is None else options["codec"]
         self._maxsize: int = options.get("maxsize", 0)
         self._line = asyncio.Lock()
         """Line of the callers that wait for room."""
-        self._last: WeakKeyDictionary[asyncio.Task[Any], Task] = WeakKeyDictionary()
+        self._last: WeakKeyDictionary[asyncio.Task[Any], Task[T]] = WeakKeyDictionary()
         """Last item of each task of the loop."""
 
     # -- in ---------------------------------------------------------------------------------------------------------
 
     async def put(
-        self, item: Any, block: bool = True, timeout: Duration | None = None, *, delay: Duration | None = None
+        self, item: T, block: bool = True, timeout: Duration | None = None, *, delay: Duration | None = None
     ) -> None:
         """Put as `mqstore.Queue.put`. Items are stored in the order of the calls."""
         body = self._codec.encode(item)
@@ -89,7 +89,7 @@ class Queue(Closable[queue.Queue]):
         if delay is not None:
             self.sync._note_delay(receipt)
 
-    async def _append_in_turn(self, append: Callable[[], T | None], timeout_s: float | None) -> T | None:
+    async def _append_in_turn(self, append: Callable[[], R | None], timeout_s: float | None) -> R | None:
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -101,11 +101,11 @@ class Queue(Closable[queue.Queue]):
         finally:
             self._line.release()
 
-    async def _until(self, look: Callable[[], T | None], timeout_s: float | None) -> T | None:
+    async def _until(self, look: Callable[[], R | None], timeout_s: float | None) -> R | None:
         """Return the result of `look`, repeated when an item was settled."""
         return await self._bridge.look(look, self.sync._when_changed, timeout_s=timeout_s, every_s=_LOOK_S)
 
-    async def put_nowait(self, item: Any) -> None:
+    async def put_nowait(self, item: T) -> None:
         """Put as `mqstore.Queue.put_nowait`."""
         await self.put(item, block=False)
 
@@ -117,8 +117,8 @@ class Queue(Closable[queue.Queue]):
         timeout: Duration | None = None,
         *,
         visibility: Duration | None = None,
-        done: Sequence[Task] = (),
-    ) -> Task:
+        done: Sequence[Task[T]] = (),
+    ) -> Task[T]:
         """Get as `mqstore.Queue.get`. If cancelled, it has taken nothing, and another receiver is called. Tasks that
         are `done` are acknowledged first, each in a call."""
         wait_s = limit(timeout) if block else 0
@@ -132,7 +132,7 @@ class Queue(Closable[queue.Queue]):
         if task is not None:
             return self._taken(task)
 
-        def look() -> list[client_task.Task] | None:
+        def look() -> list[client_task.Task[T]] | None:
             try:
                 return [self.sync.get(False, visibility=visibility)]
             except QueueEmpty:
@@ -143,35 +143,39 @@ class Queue(Closable[queue.Queue]):
             raise QueueEmpty(f"nothing to get from queue {self.name!r}")
         return found[0]
 
-    async def get_nowait(self) -> Task:
+    async def get_nowait(self) -> Task[T]:
         """Get as `mqstore.Queue.get_nowait`."""
         return await self.get(block=False)
 
-    async def get_many(self, max_items: int, timeout: Duration | None = 0, *, done: Sequence[Task] = ()) -> list[Task]:
+    async def get_many(
+        self, max_items: int, timeout: Duration | None = 0, *, done: Sequence[Task[T]] = ()
+    ) -> list[Task[T]]:
         """Get as `mqstore.Queue.get_many`. Tasks that are `done` are acknowledged first, each in a call."""
         for each in done:
             await each.ack()
         return await self._look(lambda: self.sync.get_many(max_items, 0) or None, limit(timeout))
 
-    async def _look(self, look: Callable[[], list[client_task.Task] | None], timeout_s: float | None) -> list[Task]:
+    async def _look(
+        self, look: Callable[[], list[client_task.Task[T]] | None], timeout_s: float | None
+    ) -> list[Task[T]]:
         found = await self._bridge.look(look, self._park, timeout_s=timeout_s, undo=release)
         return [self._taken(each) for each in found or ()]
 
     def _park(self, again: Callable[[], object]) -> Callable[[], object]:
         return self.sync._when_ready(again).cancel
 
-    def _taken(self, found: client_task.Task) -> Task:
+    def _taken(self, found: client_task.Task[T]) -> Task[T]:
         task = Task(self._bridge, found)
         current = asyncio.current_task(self._bridge.loop)
         if current is not None:
             self._last[current] = task
         return task
 
-    def __aiter__(self) -> Queue:
+    def __aiter__(self) -> Self:
         """Yield tasks until nothing is ready. It does not wait for the next attempts of failed items."""
         return self
 
-    async def __anext__(self) -> Task:
+    async def __anext__(self) -> Task[T]:
         try:
             return await self.get(block=False)
         except (QueueEmpty, QueueShutDown):
@@ -179,11 +183,11 @@ class Queue(Closable[queue.Queue]):
 
     # -- done -------------------------------------------------------------------------------------------------------
 
-    async def ack(self, task: Task) -> None:
+    async def ack(self, task: Task[T]) -> None:
         """Call `await task.ack()`."""
         await task.ack()
 
-    async def nack(self, task: Task, delay: Duration | None = None) -> None:
+    async def nack(self, task: Task[T], delay: Duration | None = None) -> None:
         """Call `await task.nack(delay)`."""
         await task.nack(delay)
 

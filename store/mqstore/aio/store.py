@@ -18,7 +18,7 @@ from functools import partial
 from heapq import merge
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import mqstore
 from mqstore import store as sync
@@ -29,6 +29,7 @@ from mqstore.aio.loop_thread import LoopThread, uncancelled
 from mqstore.aio.producer import Producer
 from mqstore.aio.pushconsumer import PushConsumer
 from mqstore.aio.queue import Queue
+from mqstore.client.codecs import Codec, T
 from mqstore.client.waits import Ready
 from mqstore.contract import SendOptions
 from mqstore.errors import InvalidMessageError
@@ -38,6 +39,7 @@ from mqstore.log.message import Message
 from mqstore.log.recovery.report import RecoveryReport
 from mqstore.log.writing.outgoing import Body
 from mqstore.options import Duration, seconds
+from mqstore.queue import QueueOptions
 from mqstore.signalsafe import Lock
 
 _LOOK_S = 0.02
@@ -134,7 +136,16 @@ class Store(Closable[sync.Store]):
     flush = called(sync.Store.flush)
     serve = called(sync.Store.serve)
 
-    queue = made(sync.Store.queue, Queue)
+    if TYPE_CHECKING:
+
+        @overload
+        def queue(self, name: str, *, codec: Codec[T], **options: Unpack[QueueOptions]) -> Made[Queue[T]]: ...
+        @overload
+        def queue(self, name: str, *, codec: None = None, **options: Unpack[QueueOptions]) -> Made[Queue[bytes]]: ...
+        def queue(self, *args: Any, **options: Any) -> Made[Queue[Any]]: ...
+
+    else:
+        queue = made(sync.Store.queue, Queue)
     producer = made(sync.Store.producer, Producer)
     simple_consumer = made(sync.Store.simple_consumer, SimpleConsumer)
     pull_consumer = made(sync.Store.pull_consumer, PullConsumer)

@@ -11,14 +11,24 @@ accepts that can pass a codec of four lines.
 from __future__ import annotations
 
 import json
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mqstore.errors import FormatError, InvalidMessageError
 from mqstore.layout.jsontext import BODY, check, decode
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
 
-class Codec(Protocol):
-    """Codec that turns items into bytes and back.
+    T = TypeVar("T", default=Any)
+    """Type of the items. `Queue` without one is `Queue[Any]`, so that older annotations stay right."""
+else:
+    from typing import TypeVar
+
+    T = TypeVar("T")  # default= needs Python 3.13
+
+
+class Codec(Protocol[T]):
+    """Codec that turns items into bytes and back. A queue with a `Codec[Job]` is a `Queue[Job]` for type checkers.
 
     >>> class Numbers:
     ...     def encode(self, item):
@@ -34,10 +44,10 @@ class Codec(Protocol):
     7
     """
 
-    def encode(self, item: Any, /) -> bytes:
+    def encode(self, item: T, /) -> bytes:
         """Return the bytes to store. Raises InvalidMessageError, ValueError or TypeError for a bad item."""
 
-    def decode(self, body: bytes, /) -> Any:
+    def decode(self, body: bytes, /) -> T:
         """Return the item of these bytes. Raises ValueError if they hold none."""
 
 
@@ -93,6 +103,6 @@ class _Json(_Codec):
             raise FormatError(f"the item is not JSON: {error.__cause__}", "body", error.position) from error
 
 
-BYTES: Codec = _Bytes()
-TEXT: Codec = _Text()
-JSON: Codec = _Json()
+BYTES: Codec[bytes] = _Bytes()
+TEXT: Codec[str] = _Text()
+JSON: Codec[Any] = _Json()

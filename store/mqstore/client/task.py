@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, Self
 
-from mqstore.client.codecs import Codec
+from mqstore.client.codecs import Codec, T
 from mqstore.client.delivery import Lease, LeaseContext
 from mqstore.contract import Delivery
 
 _UNREAD: Any = object()
 
 
-class Task(Lease):
+class Task(Lease, Generic[T]):
     """Leased item. `with task:` acknowledges it at a clean end, and gives it back after an exception.
     `Retry` and `Reject` are obeyed and not raised again.
 
@@ -28,7 +28,7 @@ class Task(Lease):
 
     __slots__ = ("_codec", "_value")
 
-    def __init__(self, context: LeaseContext, delivery: Delivery, codec: Codec) -> None:
+    def __init__(self, context: LeaseContext, delivery: Delivery, codec: Codec[T]) -> None:
         # Inline `Lease.__init__`: one call less for each item.
         self._context = context
         self._delivery = delivery
@@ -39,12 +39,13 @@ class Task(Lease):
         self._value: Any = _UNREAD
 
     @property
-    def value(self) -> Any:
+    def value(self) -> T:
         """Item that was put. Raises FormatError if the queue's codec cannot decode it.
         Inside `with` that is a failed attempt."""
         if self._value is _UNREAD:
             self._value = self._codec.decode(self._delivery.message.body)
-        return self._value
+        value: T = self._value
+        return value
 
-    def __enter__(self) -> Task:
+    def __enter__(self) -> Self:
         return self

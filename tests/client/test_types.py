@@ -1,0 +1,53 @@
+"""Types of queues and tasks, as type checkers see them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import mqstore
+from mqstore.queue import QueueOptions
+from tests.pages import ROOT
+
+CHECKED = ROOT / "tests" / "client" / "typed_queues.py"
+
+
+def _mypy(folder: Path) -> list[str]:
+    return [sys.executable, "-m", "mypy", str(CHECKED)]
+
+
+def _pyright(folder: Path) -> list[str]:
+    """basedpyright is pyright with its own Node.js. It loads nothing at its start, as pyright's package does."""
+    beside = str(Path(sys.executable).parent)
+    program = shutil.which("basedpyright", path=beside) or shutil.which("basedpyright") or shutil.which("pyright")
+    if program is None:
+        pytest.skip("neither pyright nor basedpyright is installed: pip install basedpyright")
+    copied = Path(shutil.copy(CHECKED, folder))
+    settings = {
+        "include": [copied.name],
+        "extraPaths": [str(ROOT / "store")],
+        "typeCheckingMode": "standard",
+        "reportUnnecessaryTypeIgnoreComment": "error",
+        "pythonVersion": "3.11",
+    }
+    (folder / "pyrightconfig.json").write_text(json.dumps(settings))
+    return [program, "-p", str(folder)]
+
+
+@pytest.mark.parametrize("checker", [_mypy, _pyright])
+def test_queues_have_the_types_of_their_codecs(checker: Callable[[Path], list[str]], tmp_path: Path) -> None:
+    done = subprocess.run(checker(tmp_path), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_typed_options_are_those_of_a_queue() -> None:
+    parameters = set(inspect.signature(mqstore.Queue).parameters) - {"broker", "name", "codec"}
+    assert set(QueueOptions.__annotations__) == parameters
+    assert list(inspect.signature(mqstore.Store.queue).parameters)[:2] == ["self", "name"]
