@@ -137,7 +137,7 @@ class MQStoreError(Exception):
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
     ...     queue = store.queue("jobs", maxsize=1)
     ...     report(queue.get_nowait)
-    ...     queue.put(b"a")
+    ...     first = queue.put(b"a")
     ...     report(queue.put_nowait, b"b")
     ...     queue.shutdown()
     ...     report(queue.put, b"b")

@@ -29,7 +29,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Generic, Self, TypedDict, cast
+from typing import Any, Generic, Self, TypedDict, Unpack, cast
 
 from mqstore.broker.names import queue_topic, retry_topic
 from mqstore.broker.pop.receipts import parse_recall_handle
@@ -37,11 +37,12 @@ from mqstore.client.codecs import BYTES, Codec, T
 from mqstore.client.delivery import LeaseContext, release, visibility_seconds
 from mqstore.client.groupsettings import begin_in, check_order, enter_group
 from mqstore.client.interceptors import Settled
+from mqstore.client.itemoptions import ItemOptions, send_options
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.popsource import pop_retries
 from mqstore.client.task import Task
 from mqstore.client.waits import Wait, Waits
-from mqstore.contract import MAX_BATCH, BrokerContract, DeadLetters, Delivery, RetryPolicy, SendOptions
+from mqstore.contract import MAX_BATCH, BrokerContract, DeadLetters, Delivery, RetryPolicy
 from mqstore.errors import (
     ConfigError,
     MQStoreError,
@@ -100,7 +101,7 @@ class Queue(Generic[T]):
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
     ...     queue = store.queue("jobs", codec=mqstore.TEXT)
-    ...     queue.put_many(["a.png", "b.png"])
+    ...     receipts = queue.put_many(["a.png", "b.png"])
     ...     first = queue.get()
     ...     first.nack(delay=0)  # failed: it is redelivered
     ...     [(task.value, task.attempt) for task in (queue.get(), queue.get(timeout=10))]
@@ -173,13 +174,14 @@ class Queue(Generic[T]):
     # -- in ---------------------------------------------------------------------------------------------------------
 
     def put(
-        self, item: T, block: bool = True, timeout: Duration | None = None, *, delay: Duration | None = None
-    ) -> None:
-        """Store an item. With `delay` it becomes available after this many seconds.
+        self, item: T, block: bool = True, timeout: Duration | None = None, **options: Unpack[ItemOptions]
+    ) -> SendReceipt:
+        """Store an item, and return its receipt, whose `id` names it in all later calls.
 
-        With `maxsize`, raises QueueFull if it is full, after `timeout` seconds if `block`. Raises QueueShutDown
-        after `shutdown`, and InvalidMessageError for an item that the codec refuses. Also raises the errors of
-        `Broker.put`. After an error nothing is stored.
+        `options` are those of `ItemOptions`: delay, key, tag, properties. With `maxsize`, raises QueueFull if it is
+        full, after `timeout` seconds if `block`. Raises QueueShutDown after `shutdown`, and InvalidMessageError for an
+        item that the codec refuses, or a bad option. Also raises the errors of `Broker.put`. After an error nothing is
+        stored.
         """
         body = self._codec.encode(item)
         if self._shut:  # inline `_check_puts`: one call less
@@ -187,22 +189,22 @@ class Queue(Generic[T]):
         if self._maxsize:
             with self._changed:
                 self._wait_for_room(1, block, timeout)
-                receipt = self._put(body, delay)
-            self._note_delay(receipt)
-        elif delay is None:  # inline `_put`: one call less
-            self._broker.put(self._topic, body, queue_id=0)
+                receipt = self._put(body, options)
+        elif not options:  # inline `_put`: one call less
+            return self._broker.put(self._topic, body, queue_id=0)
         else:
-            self._note_delay(self._put(body, delay))
+            receipt = self._put(body, options)
+        self._note_delay(receipt)
+        return receipt
 
     def _check_puts(self) -> None:
         if self._shut:
             raise QueueShutDown(f"queue {self.name!r} was shut down")
 
-    def _put(self, body: bytes, delay: Duration | None) -> SendReceipt:
-        options: SendOptions = {} if delay is None else {"delay": delay}
-        return self._broker.put(self._topic, body, queue_id=0, **options)
+    def _put(self, body: bytes, options: ItemOptions) -> SendReceipt:
+        return self._broker.put(self._topic, body, queue_id=0, **send_options(options))
 
-    def _append(self, body: bytes, options: SendOptions) -> Future[SendReceipt] | None:
+    def _append(self, body: bytes, options: ItemOptions) -> Future[SendReceipt] | None:
         """Put an encoded item, for `mqstore.aio`. Return a future for the disk, or None if it is full."""
         self._check_puts()
         with self._changed:
@@ -210,7 +212,7 @@ class Queue(Generic[T]):
                 self._wait_for_room(1, False, None)
             except QueueFull:
                 return None
-            return self._broker.put_async(self._topic, body, queue_id=0, **options)
+            return self._broker.put_async(self._topic, body, queue_id=0, **send_options(options))
 
     def _note_delay(self, receipt: SendReceipt) -> None:
         """Have `join` wait for an item that was put with a delay."""
@@ -235,21 +237,21 @@ class Queue(Generic[T]):
             return True
         return late_ms < _LATE_MS and not self._broker.find(self._topic, unique_key=unique_key, limit=1)
 
-    def put_nowait(self, item: T) -> None:
+    def put_nowait(self, item: T, **options: Unpack[ItemOptions]) -> SendReceipt:
         """Put an item as `put` does, but raise QueueFull instead of waiting."""
-        self.put(item, block=False)
+        return self.put(item, block=False, **options)
 
-    def put_many(self, items: Iterable[T]) -> None:
-        """Store many items at once, which is far quicker than one by one. Raises the errors of `put`.
-        Raises QueueFull at once if they do not fit into `maxsize`; then nothing is stored."""
+    def put_many(self, items: Iterable[T]) -> Sequence[SendReceipt]:
+        """Store many items at once, which is far quicker than one by one, and return their receipts.
+        Raises the errors of `put`. Raises QueueFull at once if they do not fit into `maxsize`; then nothing is
+        stored."""
         bodies = [self._codec.encode(item) for item in items]
         self._check_puts()
         if self._maxsize:
             with self._changed:
                 self._wait_for_room(len(bodies), False, None)
-                self._broker.put_many(self._topic, bodies, queue_id=0)
-        else:
-            self._broker.put_many(self._topic, bodies, queue_id=0)
+                return self._broker.put_many(self._topic, bodies, queue_id=0)
+        return self._broker.put_many(self._topic, bodies, queue_id=0)
 
     def _wait_for_room(self, count: int, block: bool, timeout: Duration | None) -> None:
         """Wait for room. The caller holds the lock."""

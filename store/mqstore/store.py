@@ -104,7 +104,7 @@ class Store(Closing, Sending):
     ...     receipt = store.put("orders", b"hello", keys="o-1")
     ...     [message] = store.read(*receipt.queue, receipt.offset)
     ...     jobs = store.queue("jobs")
-    ...     jobs.put(b"resize 1.png")
+    ...     receipt = jobs.put(b"resize 1.png")
     ...     with jobs.get() as task:
     ...         message.body, message.keys, task.value
     (b'hello', ('o-1',), b'resize 1.png')

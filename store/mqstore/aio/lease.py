@@ -65,7 +65,7 @@ class Task(Lease[client_task.Task[T]], Generic[T]):
     >>> import asyncio, mqstore, tempfile
     >>> async def main(folder):
     ...     async with mqstore.aio.open(folder) as store, store.queue("jobs") as queue:
-    ...         await queue.put(b"a.png")
+    ...         receipt = await queue.put(b"a.png")
     ...         async with await queue.get() as task:
     ...             return task.value, task.attempt
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -113,7 +113,7 @@ class DeadLetters(AsyncBase[contract.DeadLetters]):
     >>> import asyncio, mqstore, mqstore.aio, tempfile
     >>> async def main(folder):
     ...     async with mqstore.aio.open(folder) as store, store.queue("jobs") as jobs:
-    ...         await jobs.put(b"poison")
+    ...         receipt = await jobs.put(b"poison")
     ...         await (await jobs.get()).reject("no such page")
     ...         async for letter in jobs.dead_letters:
     ...             print(letter.body, letter.properties["dlq_reason"])

@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, Unpack
 from weakref import WeakKeyDictionary
 
 from mqstore import queue
@@ -25,8 +25,9 @@ from mqstore.aio.loop_thread import LoopThread
 from mqstore.client import task as client_task
 from mqstore.client.codecs import BYTES, T
 from mqstore.client.delivery import release
-from mqstore.contract import SendOptions
+from mqstore.client.itemoptions import ItemOptions, send_options
 from mqstore.errors import QueueEmpty, QueueFull, QueueShutDown
+from mqstore.log.commitlog import SendReceipt
 from mqstore.options import Duration
 
 _LOOK_S = 0.25
@@ -42,7 +43,7 @@ class Queue(Closable[queue.Queue[T]], Generic[T]):
     >>> import mqstore, mqstore.aio, tempfile
     >>> async def main(folder):
     ...     async with mqstore.aio.open(folder) as store, store.queue("jobs", codec=mqstore.JSON) as jobs:
-    ...         await jobs.put({"page": 7})
+    ...         receipt = await jobs.put({"page": 7})
     ...         async with await jobs.get() as task:
     ...             print(task.value, task.attempt)
     ...         print(await jobs.empty())
@@ -72,11 +73,10 @@ class Queue(Closable[queue.Queue[T]], Generic[T]):
     # -- in ---------------------------------------------------------------------------------------------------------
 
     async def put(
-        self, item: T, block: bool = True, timeout: Duration | None = None, *, delay: Duration | None = None
-    ) -> None:
+        self, item: T, block: bool = True, timeout: Duration | None = None, **options: Unpack[ItemOptions]
+    ) -> SendReceipt:
         """Put as `mqstore.Queue.put`. Items are stored in the order of the calls."""
         body = self._codec.encode(item)
-        options: SendOptions = {} if delay is None else {"delay": delay}
         if self._maxsize:
             append = partial(self.sync._append, body, options)
             stored = await (self._append_in_turn(append, limit(timeout)) if block else self._bridge.call(append))
@@ -85,9 +85,9 @@ class Queue(Closable[queue.Queue[T]], Generic[T]):
             receipt = await asyncio.wrap_future(stored)
         else:
             self.sync._check_puts()
-            receipt = await self._bridge.put(self.sync._topic, body, queue_id=0, **options)
-        if delay is not None:
-            self.sync._note_delay(receipt)
+            receipt = await self._bridge.put(self.sync._topic, body, queue_id=0, **send_options(options))
+        self.sync._note_delay(receipt)
+        return receipt
 
     async def _append_in_turn(self, append: Callable[[], R | None], timeout_s: float | None) -> R | None:
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -105,9 +105,9 @@ class Queue(Closable[queue.Queue[T]], Generic[T]):
         """Return the result of `look`, repeated when an item was settled."""
         return await self._bridge.look(look, self.sync._when_changed, timeout_s=timeout_s, every_s=_LOOK_S)
 
-    async def put_nowait(self, item: T) -> None:
+    async def put_nowait(self, item: T, **options: Unpack[ItemOptions]) -> SendReceipt:
         """Put as `mqstore.Queue.put_nowait`."""
-        await self.put(item, block=False)
+        return await self.put(item, block=False, **options)
 
     # -- out --------------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ class Codec(Protocol[T]):
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
     ...     queue = store.queue("numbers", codec=Numbers())
-    ...     queue.put(7)
+    ...     receipt = queue.put(7)
     ...     queue.get().value
     7
     """

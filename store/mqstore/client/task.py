@@ -18,7 +18,7 @@ class Task(Lease, Generic[T]):
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
     ...     queue = store.queue("jobs", codec=mqstore.JSON)
-    ...     queue.put({"page": 7})
+    ...     receipt = queue.put({"page": 7})
     ...     with queue.get() as task:
     ...         task.value, task.attempt, queue.qsize()
     ...     queue.qsize()

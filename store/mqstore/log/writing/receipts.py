@@ -74,6 +74,11 @@ class SendReceipt(tuple[QueueRef, int, int, int, int, bytes, "str | None"]):
         return self[6] or self.message_id
 
     @property
+    def id(self) -> str:
+        """Identity of the message, for `Queue.cancel`: its `unique_key`."""
+        return self.unique_key
+
+    @property
     def recall_handle(self) -> str | None:
         """Handle that cancels a delayed message. None for other messages."""
         return None
