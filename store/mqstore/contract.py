@@ -9,7 +9,8 @@ with durability "flush", `sync` and a `pop` with `poll` block.
     Broker ── topics, groups           configuration, by name
          ├─── members, locks           who consumes in a group, and who holds which queue
          ├─── transactions             half messages, and the callback that is asked about them
-         └─── begun                    notes of the messages that handlers have started
+         ├─── begun                    notes of the messages that handlers have started
+         └─── items                    messages of a queue by state: ready, leased, delayed, retrying, dead
 
 A few members make calls fast in one process. An implementation that does not have them answers with nothing, and the
 caller takes the ordinary way: `_sender` None, `pop_at_once` [], `ack_at_once` 0, `has_room` False.
@@ -24,6 +25,7 @@ from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, Unpack
 
 from mqstore.broker.filters.filter import Filter
+from mqstore.broker.items.state import Item, ItemPage, Place, State
 from mqstore.broker.pop.orderinfo import BlockedQueue
 from mqstore.broker.pop.request import Delivery, Pending
 from mqstore.broker.pop.state import MAX_BATCH
@@ -59,6 +61,9 @@ __all__ = [
     "Filter",
     "GroupCalls",
     "GroupConfig",
+    "Item",
+    "ItemCalls",
+    "ItemPage",
     "Limits",
     "LockCalls",
     "Loss",
@@ -69,11 +74,13 @@ __all__ = [
     "NoteCalls",
     "OffsetCalls",
     "Pending",
+    "Place",
     "QueueLock",
     "ReadResult",
     "RetryPolicy",
     "SendOptions",
     "Start",
+    "State",
     "Subscriptions",
     "Suspects",
     "TopicCalls",
@@ -257,6 +264,21 @@ class NoteCalls(Protocol):
         """Return the notes of one consumer, with `cells` cells for each worker."""
 
 
+class ItemCalls(Protocol):
+    """Items: messages of a topic by their state for a group that pops it (`broker/items/state.py`)."""
+
+    def find(self, group: str, topic: str, unique_key: str) -> Item | None:
+        """Return the item with this unique key, or None if there is none or it is done. Raises TopicNotFoundError."""
+
+    def page(
+        self, group: str, topic: str, state: State | None = None, after: Place | None = None, limit: int = 256
+    ) -> ItemPage:
+        """Return some items, in one state or all. `after` is that of the page before. Raises TopicNotFoundError."""
+
+    def counts(self, group: str, topic: str) -> dict[State, int]:
+        """Return the number of items by state. Raises TopicNotFoundError."""
+
+
 class OffsetCalls(Protocol):
     """Offsets of one broadcasting client (`broker/tables/localoffsets.py`)."""
 
@@ -290,6 +312,7 @@ class BrokerContract(Protocol):
     locks: LockCalls
     transactions: TransactionCalls
     begun: NoteCalls
+    items: ItemCalls
     shared: dict[str, Any]
     """State that the clients of this object share, by producer group. It begins empty."""
     _sender: object

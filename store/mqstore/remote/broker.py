@@ -144,7 +144,9 @@ class RemoteBroker(ShortCalls, BrokerContract):
         """Folder of the offsets of broadcasting clients. None: one of the user's, by the id of the store."""
         self._begin()
         tables: Any = {table: _Table(table, self._forwarded) for table in TABLES}
-        vars(self).update({table: tables[table] for table in ("topics", "groups", "members", "locks", "transactions")})
+        vars(self).update(
+            {table: tables[table] for table in ("topics", "groups", "members", "locks", "transactions", "items")}
+        )
         self.admin, self.session = tables["admin"], tables["session"]
         self.log: Any = tables["log"]
         self.save_offsets = self._save

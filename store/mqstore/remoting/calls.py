@@ -164,6 +164,7 @@ TABLES: Final[Mapping[str, type]] = {
     "members": contract.MemberCalls,
     "locks": contract.LockCalls,
     "transactions": contract.TransactionCalls,
+    "items": contract.ItemCalls,
     "session": SessionCalls,
     "letters": LetterCalls,
     "log": LogCalls,
@@ -271,6 +272,9 @@ _TABLE: Final = """
 31112 admin.cancel              repeat thread
 31113 admin.purge                      thread
 31114 admin.replay                     thread
+31120 items.find                repeat thread
+31121 items.page                repeat thread
+31122 items.counts              repeat thread
 """
 
 

@@ -103,6 +103,7 @@ class Own:
             "members": broker.members,
             "locks": broker.locks,
             "transactions": broker.transactions,
+            "items": broker.items,
             "letters": _Letters(broker),
             "log": _Log(broker),
             "admin": operators.operations(broker),

@@ -86,7 +86,7 @@ class Lag(NamedTuple):
 
 
 class WaitingRetries:
-    """Retries that wait for their time. Those of a group count in queue 0 of `%RETRY%group`.
+    """Messages that wait for their time. Retries of a group count in queue 0 of `%RETRY%group`.
     Only its record shows the topic of a message in a level, so they are counted in blocks, each of them once."""
 
     def __init__(
@@ -101,12 +101,15 @@ class WaitingRetries:
         return Counter(message._stored_property(REAL_TOPIC) or "" for message in messages)
 
     def count(self, key: QueueKey) -> int:
-        if (key.topic, key.queue_id) != (retry_topic(key.group), 0):
-            return 0
-        count = self._timer(key.topic)
+        """Return the number of retries that wait, and count in this queue."""
+        return self.of_topic(key.topic) if (key.topic, key.queue_id) == (retry_topic(key.group), 0) else 0
+
+    def of_topic(self, topic: str) -> int:
+        """Return the number of messages that wait for a topic."""
+        count = self._timer(topic)
         for level, (offset, end) in self._levels().items():
             bounds = [offset, *range(offset // _BLOCK * _BLOCK + _BLOCK, end, _BLOCK), end]
-            count += sum(self._topics(level, *block)[key.topic] for block in pairwise(bounds))
+            count += sum(self._topics(level, *block)[topic] for block in pairwise(bounds))
         return count
 
 
@@ -162,7 +165,7 @@ class Metrics(BackgroundService):
         self._pop = pop
         self._delay = delay
         self._timer = timer
-        self._waiting = WaitingRetries(parts.store, delay.progress, timer.waiting_for)
+        self.waiting = WaitingRetries(parts.store, delay.progress, timer.waiting_for)
         self._transactions = transactions
         self._topics = parts.topics
         self._lock = Lock()
@@ -384,7 +387,7 @@ class Metrics(BackgroundService):
 
     def _lag(self, key: QueueKey, committed: int) -> Lag | None:
         popped = self._pop.tables.standing(key)
-        return measure(self._store, self._offsets, key, committed, popped, self._waiting.count(key))
+        return measure(self._store, self._offsets, key, committed, popped, self.waiting.count(key))
 
     def _age_ms(self, physical_offset: int | None, now_ms: int) -> int:
         """Return the age of the message at a physical offset, or 0 if there is none that can be read."""

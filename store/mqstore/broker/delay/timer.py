@@ -45,18 +45,12 @@ import logging
 from collections.abc import Iterable
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
-from mqstore.broker.context import Parts, messages_of
+from mqstore.broker.context import Parts
 from mqstore.broker.delay.route import (
     PRECISION_MS,
-    Cancellations,
-    copies_of,
     due_of,
     number,
     placement,
-    recallable,
     slot_of,
 )
 from mqstore.broker.delay.timercheck import JavaPlaces, JavaProgress, Progress, TimerCheck
@@ -71,11 +65,11 @@ from mqstore.broker.delay.timerfiles import (
     TimerWheel,
 )
 from mqstore.broker.delay.timermessages import TimerMessages
+from mqstore.broker.delay.timerqueries import TimerQueries
 from mqstore.broker.delay.timerunits import REACH_MS, SlotReading, TimerUnits, unit_times, within
 from mqstore.broker.names import TIMER_TOPIC
-from mqstore.broker.pop.receipts import parse_recall_handle
 from mqstore.broker.retention import physical_of
-from mqstore.broker.service import Pin, Roller, Wake
+from mqstore.broker.service import Pin, Wake
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.javahash import java_hash
 from mqstore.layout.properties import REAL_QID, REAL_TOPIC, TIMER_DEL_UNIQKEY, TIMER_OUT_MS
@@ -100,7 +94,7 @@ _JAVA_MARGIN_MS: Final = 60_000
 Messages that its log does not have may be delivered twice rather than lost."""
 
 
-class TimerService(Roller):
+class TimerService(TimerQueries):
     """Timer service. `recall`, `waiting` and `pins` are thread-safe, and the last two never wait."""
 
     def __init__(self, parts: Parts, wake: Wake) -> None:
@@ -201,45 +195,7 @@ class TimerService(Roller):
             rolls, reach = physical != self._stuck, self._parts.router.references.reach
             yield Pin(physical, TIMER_TOPIC, 0, "", "the oldest message that waits for its time", rolls, reach)
 
-    def waiting(self) -> int:
-        low, high = self._store.offsets_or_none(TIMER_TOPIC, 0) or (0, 0)
-        not_in_the_wheel_yet = max(0, high - max(low, self._queue_offset))
-        return self._units.waiting.total() + not_in_the_wheel_yet
-
-    def waiting_for(self, topic: str) -> int:
-        """Return the number of messages that wait for a topic."""
-        low, high = self._store.offsets_or_none(TIMER_TOPIC, 0) or (0, 0)
-        new = messages_of(self._store, TIMER_TOPIC, max(low, self._queue_offset), high)
-        return self._units.waiting[java_hash(topic)] + sum(each._stored_property(REAL_TOPIC) == topic for each in new)
-
-    def recall(self, handle: str) -> bool:
-        """Cancel the message of a recall handle.
-        Returns True if the message will not be delivered, and False if it is due, was delivered, or does not exist.
-        Raises InvalidReceiptError for an invalid handle, and the errors of a put. It is as durable as a put."""
-        wanted = parse_recall_handle(handle)
-        # Under the lock, so that no message is delivered between the check and the cancellation.
-        with self._lock:
-            now_ms = self._parts.clock.now_ms()
-            copies = copies_of(self._store, wanted)
-            waiting = [m for m in recallable(copies, now_ms) if self._waits(m)]
-            recalled = Cancellations(copies)
-            if not all(map(recalled.cover, waiting)):
-                self._messages.cancel(wanted, max(message.born_timestamp_ms for message in waiting))
-            return bool(waiting)
-
     # -- rolled early -----------------------------------------------------------------------------------------------
-
-    def waiting_below(self, physical_offset: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the waiting messages that are placed and written. See `Roller`."""
-        offsets, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        with self._lock:
-            try:
-                for _, units in self._units.old(physical_offset, self._read_ms) if self._begun else ():
-                    offsets.append(units["physical_offset"].astype(np.int64))
-                    sizes.append(units["record_size"].astype(np.int64))
-            except TimerFilesDamaged:
-                pass  # reading the slot, or `roll`, will find the same damage
-        return np.concatenate(offsets), np.concatenate(sizes)
 
     def roll(self, physical_offset: int, count: int, now_ms: int) -> int:
         """Relocate messages. See `Roller`. Returns 0 while a message is overdue, because delivery copies it anyway."""
@@ -301,26 +257,6 @@ class TimerService(Roller):
             return self._reading.next_ms
         slot_ms = self._units.next_slot(self._read_ms)
         return None if slot_ms is None else slot_ms + 1
-
-    def _waits(self, message: Message) -> bool:
-        """Return True if a message of the timer topic is neither delivered nor rolled.
-        Its unit decides, not the time, since the clock may have been set back."""
-        from_end = self._queue_offset - message.offset
-        if from_end <= 0:
-            return True
-        try:
-            # Nearly every message has a unit, so counting from the end usually finds it at once.
-            found = self._log.find(message.physical_offset, self._units.low, from_end)
-            if found is None:
-                return False
-            reading, (position, unit) = self._reading, found
-            if reading is None or unit.slot_ms != reading.slot_ms:
-                return unit.slot_ms >= self._read_ms
-            while not reading.complete:  # after opening, which units are done is known only when all are sorted
-                reading.look(_LOOKS, self._messages.record)
-        except TimerFilesDamaged:
-            return True  # the files will be rebuilt from the topic, which then has the cancellation
-        return reading.waits(position, unit)
 
     def _grown(self, topic: str, queue_id: int, begin: int, end: int) -> None:
         if topic == TIMER_TOPIC:
@@ -432,14 +368,17 @@ class TimerService(Roller):
         while handled < count and (position := reading.next_position(now_ms)) is not None:
             self._touch(now_ms)
             unit = self._log.unit(position)
-            self._messages.finish(unit, reading.cancelled, now_ms)
+            cancelled = self._messages.finish(unit, reading.cancelled, now_ms)
             reading.settle()  # only now, so that after an error the unit is handled again
             self._units.done(unit)
+            if cancelled:
+                reading.cancels[unit.topic_hash] -= self._messages.cancellations
+                self._units.cancels[unit.topic_hash] -= self._messages.cancellations
             handled += 1
         if reading.is_over(now_ms):
             self._touch(now_ms)
             self._reading = None
-            self._units.slot_done()
+            self._units.slot_done(reading)
             self._read_ms += PRECISION_MS
             if self._late_slot_ms < self._read_ms:
                 self._late_offset = self._late_slot_ms = NOWHERE

@@ -81,6 +81,7 @@ UNIT_DTYPE: Final = np.dtype(
 )
 _BLANK: Final = struct.Struct(">iqi")
 _BLANK_MAGIC: Final = 0xCBD4_3194 - (1 << 32)
+_UNITS_READ: Final = 8_192
 
 
 class TimerUnit(NamedTuple):
@@ -225,16 +226,29 @@ class TimerLog:
         The units must be in the order of their records. `from_end` is a guess, the number of units from the end. If it
         is right, this costs one read, or else a binary search."""
         first, end = self._ordinal(low), self._ordinal(self.end)
-
-        def offset_of(ordinal: int) -> int:
-            return self.unit(self._nth(ordinal)).physical_offset
-
         at = end - from_end
-        if not first <= at < end or offset_of(at) != physical_offset:
-            at = bisect_left(range(end), physical_offset, first, key=offset_of)
+        if not first <= at < end or self._offset_of(at) != physical_offset:
+            at = bisect_left(range(end), physical_offset, first, key=self._offset_of)
         if at >= end or (unit := self.unit(self._nth(at))).physical_offset != physical_offset:
             return None
         return self._nth(at), unit
+
+    def _offset_of(self, ordinal: int) -> int:
+        return self.unit(self._nth(ordinal)).physical_offset
+
+    def units(self, low: int, physical_offset: int) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]]:
+        """Yield (positions, units) from `low` on of records from `physical_offset` on, some thousands at a time.
+        Units in memory are included. The units must be in the order of their records."""
+        at, end = self._ordinal(low), self._ordinal(self.end)
+        for first in range(bisect_left(range(end), physical_offset, at, key=self._offset_of), end, _UNITS_READ):
+            positions = [self._nth(ordinal) for ordinal in range(first, min(end, first + _UNITS_READ))]
+            count = bisect_left(positions, self._written)
+            if count:
+                yield from self.scan(positions[0], positions[count - 1] + UNIT_BYTES, verified=False)
+            if rest := positions[count:]:
+                starts = [position - self._written for position in rest]
+                data = b"".join(self._buffer[start : start + UNIT_BYTES] for start in starts)
+                yield np.array(rest, np.int64), np.frombuffer(data, UNIT_DTYPE)
 
     def _ordinal(self, position: int) -> int:
         """Return the number of units that would be before `position` without any `restart`."""

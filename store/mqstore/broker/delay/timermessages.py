@@ -59,32 +59,37 @@ class TimerMessages:
         self._parts = parts
         self._store = parts.store
         self._retries = Retries(parts)
+        # Two names, for a RocketMQ 5.4 broker that may open the store later.
+        self.cancellations: Final = 2 if parts.store.manifest.profile == "rocketmq" else 1
+        """Number of messages that `cancel` puts."""
 
-    def finish(self, unit: TimerUnit, cancelled: Cancellations, now_ms: int) -> None:
+    def finish(self, unit: TimerUnit, cancelled: Cancellations, now_ms: int) -> bool:
+        """Handle the message of a unit. Return True if it was cancelled."""
         message = self.record(unit)
         if message is None:
-            return
+            return False
         properties = message.stored_properties()
         topic = properties.get(REAL_TOPIC, "")
         home = self._parts.router.target_queue(message, topic, int(properties[REAL_QID]))
         if home is None:
             self._pass_over(message, topic)
-            return
+            return False
         due_ms = due_of(properties)
         # A message to be rolled is rolled even if it is overdue, since its cancellation waits in its own slot.
         if unit.magic & ROLLS or due_ms > now_ms:
             hops = str((number(properties.get(TIMER_ROLL_TIMES)) or 0) + 1)
             self._put(message, TIMER_TOPIC, 0, properties, _ROLLED_WITHOUT, {TIMER_ROLL_TIMES: hops})
-            return
+            return False
         by_level = TIMER_DELAY_LEVEL in properties  # cannot be recalled, and gets the properties of its level
         if not by_level and cancelled.cover(message):
             self._parts.statistics.add("TIMER_CANCELLED", topic)
-            return
+            return True
         without = _DELIVERED_BY_LEVEL_WITHOUT if by_level else _DELIVERED_WITHOUT
         placed_ms = unit.write_ms // PRECISION_MS * PRECISION_MS
         marks = {} if by_level else {TIMER_ENQUEUE_MS: str(placed_ms), TIMER_DEQUEUE_MS: str(now_ms)}
         self._put(message, topic, home, properties, without, marks)
         self._parts.statistics.add("DELAY_LATENCY", topic, max(0, self._parts.clock.now_ms() - due_ms))
+        return False
 
     def _pass_over(self, message: Message, topic: str) -> None:
         _log.warning("%s: the timer skips the message at %d of the log, since its topic %s was deleted",
@@ -176,8 +181,8 @@ class TimerMessages:
             UNIQ_KEY: wanted.unique_key,  # so that a second recall finds the first
         }
         names = {f"{wanted.topic}+{wanted.unique_key}": born_ms}
-        if self._store.manifest.profile == "rocketmq":
-            names[wanted.unique_key] = NOWHERE  # only for a RocketMQ 5.4 broker that may open the store later
+        if self.cancellations > 1:
+            names[wanted.unique_key] = NOWHERE
         for name, until_ms in names.items():
             marks = {TIMER_DEL_UNIQKEY: name, RECALLED_BORN_MS: str(until_ms)}
             self._parts.router.append(TIMER_TOPIC, 0, b"", {**properties, **marks})

@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -53,6 +53,8 @@ class TimerUnits:
         """Every unit before this position is done, or its message was put again."""
         self.waiting: Counter[int] = Counter()
         """Number of waiting units that are not cancellations, by the hash of their topic."""
+        self.cancels: Counter[int] = Counter()
+        """Number of cancellations whose message waits, by the hash of its topic."""
         self.newest_ms = NOWHERE
         """Latest slot that may have a unit."""
         self._next_ms: int | None = None
@@ -62,7 +64,7 @@ class TimerUnits:
         """Empty the wheel. No unit before the log's end waits afterwards."""
         self.wheel.make(np.empty(0, np.int64), np.empty(0, np.int64))
         self.low = self.log.end
-        self.waiting, self.newest_ms, self._next_ms = Counter(), NOWHERE, None
+        self.waiting, self.cancels, self.newest_ms, self._next_ms = Counter(), Counter(), NOWHERE, None
 
     def load(self, progress: Progress) -> int:
         """Load the log up to a checkpoint, and make a wheel of all units that wait.
@@ -77,6 +79,7 @@ class TimerUnits:
         waits, done_ms = waiting_units(units, progress)
         self.wheel.make(slots_ms, positions)
         self.waiting, self.newest_ms, self._next_ms = Counter(units["topic_hash"][waits].tolist()), newest_ms, None
+        self.cancels = Counter(units["topic_hash"][units["magic"] & CANCELS != 0].tolist())
         return done_ms
 
     def add(self, unit: TimerUnit) -> int:
@@ -90,7 +93,7 @@ class TimerUnits:
         self.newest_ms = max(self.newest_ms, slot_ms)
         if self._next_ms is not None:
             self._next_ms = min(self._next_ms, slot_ms)
-        self.waiting[unit.topic_hash] += not unit.magic & CANCELS
+        (self.cancels if unit.magic & CANCELS else self.waiting)[unit.topic_hash] += 1
         return position
 
     def next_slot(self, read_ms: int) -> int | None:
@@ -104,9 +107,10 @@ class TimerUnits:
         return self._next_ms
 
     def done(self, unit: TimerUnit) -> None:
-        self.waiting[unit.topic_hash] -= not unit.magic & CANCELS
+        (self.cancels if unit.magic & CANCELS else self.waiting)[unit.topic_hash] -= 1
 
-    def slot_done(self) -> None:
+    def slot_done(self, reading: SlotReading) -> None:
+        self.cancels.subtract(reading.cancels)
         self._next_ms = None
 
     def chain(self, slot_ms: int) -> Slot:
@@ -123,6 +127,14 @@ class TimerUnits:
         self.low = position + UNIT_BYTES
         self._next_ms = None
         self.done(unit)
+
+    def of_topics(self, hashes: Sequence[int], physical_offset: int, read_ms: int) -> Iterator[tuple[int, int]]:
+        """Yield (position, physical offset) of the waiting units of some topics with records from `physical_offset`
+        on. Cancelled ones are included."""
+        for positions, units in self.log.units(self.low, physical_offset):
+            waits = (slots_of_units(units) >= read_ms) & (units["magic"] & CANCELS == 0)
+            waits &= np.isin(units["topic_hash"], hashes)
+            yield from zip(positions[waits].tolist(), units["physical_offset"][waits].tolist(), strict=True)
 
     def old(self, physical_offset: int, read_ms: int) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]]:
         """Yield (positions, units) of the written units that wait and have records below `physical_offset`.
@@ -241,6 +253,8 @@ class SlotReading:
         self.earliest_ms = max(slot_ms + 1, done_ms)
         """Earliest due time that a unit may be added with."""
         self.cancelled = Cancellations()
+        self.cancels: Counter[int] = Counter()
+        """Number of cancellations whose message is not done, by the hash of its topic."""
         self.complete = False
         """True when all units of the chain have been examined."""
         self._units = units
@@ -261,8 +275,8 @@ class SlotReading:
                 raise TimerFilesDamaged(f"timer log: the chain of slot {self.slot_ms} is broken at {position}")
             if unit.magic & (CANCELS | ROLLS) != CANCELS:
                 self._turns.append(self._turn(position, unit))
-            elif (message := record(unit)) is not None:
-                self.cancelled.add(message)
+            else:
+                self._cancel(unit, record(unit))
             self._looked += 1
             self._next = unit.previous
         if self._next < units.low and not self.complete:
@@ -277,11 +291,16 @@ class SlotReading:
     def add(self, position: int, unit: TimerUnit, message: Message) -> None:
         """Add a unit that was just placed in the slot."""
         if unit.magic & (CANCELS | ROLLS) == CANCELS:
-            self.cancelled.add(message)
+            self._cancel(unit, message)
         elif self.complete:
             insort(self._turns, self._turn(position, unit), self.done)
         else:
             self._turns.append(self._turn(position, unit))
+
+    def _cancel(self, unit: TimerUnit, message: Message | None) -> None:
+        self.cancels[unit.topic_hash] += 1
+        if message is not None:
+            self.cancelled.add(message)
 
     @property
     def next_ms(self) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC
-from mqstore.broker.pop.orderinfo import OrderInfo
+from mqstore.broker.pop.orderinfo import ERROR_CHARS, OrderInfo
 from mqstore.errors import FormatError, MQStoreError
 from mqstore.files.jsonfile import load_json
 from mqstore.files.segment import place_in_file
@@ -98,9 +98,12 @@ class PopLog:
         """Append `ACK`, `REVIVE` or `GIVE` for some offsets of one batch."""
         return self._put[kind](f'{{"k":{batch},"o":[{",".join(map(str, offsets))}]}}'.encode(), "append")[1]
 
-    def put_change(self, batch: int, offset: int, pop_time_ms: int, invisible_ms: int, *, failed: bool = False) -> int:
-        """Append a new visible time of one message. `failed`: no receiver holds it any longer."""
-        body = f'{{"k":{batch},"o":{offset},"pt":{pop_time_ms},"it":{invisible_ms}{_FAILED if failed else ""}}}'
+    def put_change(
+        self, batch: int, offset: int, pop_time_ms: int, invisible_ms: int, *, failed: bool = False, error: str = ""
+    ) -> int:
+        """Append a new visible time of one message. `failed`: no receiver holds it any longer, because of `error`."""
+        more = (_FAILED if failed else "") + (f',"e":{_ENCODE(error[:ERROR_CHARS])}' if error else "")
+        body = f'{{"k":{batch},"o":{offset},"pt":{pop_time_ms},"it":{invisible_ms}{more}}}'
         return self._put[CHANGE](body.encode(), "append")[1]
 
     def put_reset(self, head: str, offset: int, *, reads: bool = False) -> int:

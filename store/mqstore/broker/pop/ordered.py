@@ -139,12 +139,19 @@ class OrderedQueues:
         return late
 
     def change(
-        self, state: QueueState, claim: Claim, invisible_ms: int, *, renew: bool = False, failed: bool = False
+        self,
+        state: QueueState,
+        claim: Claim,
+        invisible_ms: int,
+        *,
+        renew: bool = False,
+        failed: bool = False,
+        error: str = "",
     ) -> str:
         """Make a delivery visible in `invisible_ms` from now. Return its new receipt.
         The pop time stays, so the old receipt stays valid. The new one differs only in its invisible time. `failed`:
-        the receiver no longer holds the delivery."""
-        del renew
+        the receiver no longer holds the delivery. `note_failed` has the error."""
+        del renew, error
         if claim.offset < state.cursor:
             return claim.text  # settled before
         record = self._need(state, claim)

@@ -37,7 +37,7 @@ from mqstore.signalsafe import Lock
 BATCH_MAX: Final = 63
 """Maximum number of offsets in one record (delivery#order-info).
 Java's shift of the bitmap wraps at 64, and bit 63 is its sign."""
-_ERROR_CHARS: Final = 300
+ERROR_CHARS: Final = 300
 _I32_MAX, _I64_MAX = 2**31 - 1, 2**63 - 1
 
 
@@ -185,7 +185,7 @@ class OrderInfo:
         before = self.suspended.get(offset)
         since_ms = now_ms if before is None else before.since_ms
         return replace(
-            self, suspended={**self.suspended, offset: BlockedQueue(offset, attempt, since_ms, error[:_ERROR_CHARS])}
+            self, suspended={**self.suspended, offset: BlockedQueue(offset, attempt, since_ms, error[:ERROR_CHARS])}
         )
 
     def before(self, end: int) -> OrderInfo:

@@ -197,6 +197,8 @@ class Replay:
             batch.note_failed(offset, value.get("n") == 1)
             if state.in_flight.get(offset) is batch:
                 state.change(batch, offset, pop_time_ms, invisible_ms)
+                if value.get("n") == 1:
+                    state.note(offset, str(value.get("e", "")))
         elif kind == GIVE:
             state.release(batch, value["o"])
         else:

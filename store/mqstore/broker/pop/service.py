@@ -329,7 +329,7 @@ class PopService(BackgroundService):
                     queues.dead_letter(state, claim, f"attempt {attempt} of {config.max_attempts} failed")
                     return None
                 delay_ms = min(config.delay_ms(attempt), _MAX_INVISIBLE_MS) if delay_ms is None else delay_ms
-                changed = queues.change(state, claim, delay_ms, failed=True)
+                changed = queues.change(state, claim, delay_ms, failed=True, error=error)
                 if claim.fifo:
                     self._ordered.note_failed(state, claim, attempt, error)
                     self._save_soon()

@@ -31,6 +31,8 @@ from mqstore.signalsafe import Lock
 MAX_BATCH = 32
 """Maximum number of messages of one pop."""
 _COMPACT_FROM = 1_024
+_NOTES_KEPT = 65_536
+"""Number of deliveries in flight whose notes are kept."""
 _REVIVED_KEPT = 65_536
 """Number of redelivered offsets to remember.
 They distinguish a late acknowledgement from a repeated one."""
@@ -73,7 +75,7 @@ if not TYPE_CHECKING and kernel is not None:
 class QueueState(QueueFields):
     """State of one (group, topic, queue). Its fields are read and written under `lock`."""
 
-    __slots__ = ("_free", "ahead_size", "backoff_ms", "is_retry", "revived")
+    __slots__ = ("_free", "ahead_size", "backoff_ms", "holders", "is_retry", "notes", "revived")
 
     key: QueueKey
     head: str
@@ -127,6 +129,11 @@ class QueueState(QueueFields):
         self._free: list[int] = []
         """Heap of the offsets in `released`, and of some that have left it."""
         self.revived: dict[int, None] = {}
+        self.notes: dict[int, str] = {}
+        """By offset: the error of a failed delivery in flight, or the progress that its holder has set. Compiled code
+        does not remove the notes of settled ones."""
+        self.holders: dict[int, str] = {}
+        """Receivers that are in another process, by offset."""
         self.timeline = Timeline()
         self._batches = 0
         self.fifo = None
@@ -197,6 +204,7 @@ class QueueState(QueueFields):
         for offset in offsets:
             if self.in_flight.get(offset) is batch:
                 del self.in_flight[offset]
+                self.notes.pop(offset, None)
                 self.released[offset] = batch
                 heappush(self._free, offset)
         if len(self._free) > _COMPACT_FROM + 2 * len(self.released):
@@ -220,6 +228,8 @@ class QueueState(QueueFields):
         self.released.clear()
         self._free.clear()
         self.revived.clear()
+        self.notes.clear()
+        self.holders.clear()
         self.timeline = Timeline()
         self._batches = 0
         self.fifo = None
@@ -230,6 +240,29 @@ class QueueState(QueueFields):
         self.revived.update(dict.fromkeys(offsets))
         if len(self.revived) > 2 * _REVIVED_KEPT:
             self.revived = dict.fromkeys(islice(self.revived, _REVIVED_KEPT, None))
+
+    def note(self, offset: int, text: str) -> None:
+        """Note the error of a failed delivery, or the progress of one that is held."""
+        self.notes[offset] = text if len(self.notes) < _NOTES_KEPT else ""
+        self._drop_settled(self.notes)
+
+    def note_holder(self, offsets: Iterable[int], holder: str) -> None:
+        """Note the receiver of deliveries."""
+        self.holders.update(dict.fromkeys(offsets, holder))
+        self._drop_settled(self.holders)
+
+    def _drop_settled(self, notes: dict[int, str]) -> None:
+        if len(notes) > _COMPACT_FROM + 2 * len(self.in_flight):
+            for offset in notes.keys() - self.in_flight.keys():
+                del notes[offset]
+
+    def count_failed(self, order: OrderInfo | None, now_ms: int) -> int:
+        """Return the number of failed deliveries that wait for their next attempt."""
+        if order is not None:
+            failed = self.fifo.failed if self.fifo is not None else None
+            return sum(offset in failed for offset in order.held(self.cursor, now_ms)) if failed else 0
+        held = ((offset, self.in_flight.get(offset)) for offset in self.notes)
+        return sum(batch is not None and offset in (batch.failed or ()) for offset, batch in held)
 
     def _compact(self) -> None:
         # There may be nothing to drop, if all times of a batch were changed. So only some calls check all entries.

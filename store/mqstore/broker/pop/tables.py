@@ -38,6 +38,8 @@ _log = logging.getLogger("mqstore")
 DeadLetter = Callable[..., object]
 """Signature of `Retries.dead_letter(message, group, reason, *, origin_topic, reconsume_times)`."""
 _AHEAD_MAX = 1024
+_NEAR = 8
+"""Maximum distance of messages that are read together."""
 _LOOKS = 16
 """Maximum number of reads in which one pop searches for a message that passes its filter."""
 
@@ -323,6 +325,23 @@ class PopTables(PopFields):
             return None
         found = self.store.get(key.topic, key.queue_id, offset, 1).messages
         return found[0] if found and found[0].offset == offset else None
+
+    def messages(self, key: QueueKey, offsets: Sequence[int]) -> Iterator[Message | None]:
+        """Yield the messages at ascending offsets, None for each that is gone or damaged.
+        Neighbours are read together."""
+        i = 0
+        low = (self.store.offsets_or_none(key.topic, key.queue_id) or (0, 0))[0]
+        while i < len(offsets):
+            j = i + 1
+            while j < len(offsets) and offsets[j] - offsets[j - 1] <= _NEAR:
+                j += 1
+            begin = max(low, offsets[i])
+            found: dict[int, Message] = {}
+            if begin <= offsets[j - 1]:
+                read = self.store.get(key.topic, key.queue_id, begin, offsets[j - 1] + 1 - begin)
+                found = {message.offset: message for message in read.messages}
+            yield from (found.get(offset) for offset in offsets[i:j])
+            i = j
 
     def move_to_dead_letters(self, state: QueueState, offset: int, reason: str, attempts: int | None = None) -> None:
         """Dead-letter the message at `offset`, or report it as lost if it is gone."""

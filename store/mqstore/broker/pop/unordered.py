@@ -12,7 +12,7 @@ and `rev` the message is copied once more. Nothing else happens twice, and nothi
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 from mqstore.broker.filters.filter import Filter
@@ -34,8 +34,6 @@ _log = logging.getLogger("mqstore")
 
 _CHUNK = 64
 """Number of batches redelivered at once. This limits how long the queue is locked."""
-_NEAR = 8
-"""Maximum distance of messages that are read together."""
 _BACKOFF_MIN_MS, _BACKOFF_MAX_MS = 1_000, 60_000
 _offset = attrgetter("offset")
 _new = tuple.__new__
@@ -165,17 +163,27 @@ class UnorderedQueues:
         return late
 
     def change(
-        self, state: QueueState, claim: Claim, invisible_ms: int, *, renew: bool = False, failed: bool = False
+        self,
+        state: QueueState,
+        claim: Claim,
+        invisible_ms: int,
+        *,
+        renew: bool = False,
+        failed: bool = False,
+        error: str = "",
     ) -> str:
         """Make a delivery visible in `invisible_ms` from now. Return its new receipt.
-        `renew`: the old receipt stays valid. `failed`: the receiver no longer holds the delivery."""
+        `renew`: the old receipt stays valid. `failed`: the receiver no longer holds the delivery, because of
+        `error`."""
         batch, now_ms = self._need(state, claim), self._tables.clock.now_ms()
         pop_time_ms = claim.pop_time_ms if renew else pop_time(now_ms, claim.pop_time_ms)
         # Negative if the clock was set back, so that the pop time is ahead of it.
         invisible_ms = now_ms + invisible_ms - pop_time_ms
-        self._log.put_change(batch.name, claim.offset, pop_time_ms, invisible_ms, failed=failed)
+        self._log.put_change(batch.name, claim.offset, pop_time_ms, invisible_ms, failed=failed, error=error)
         state.change(batch, claim.offset, pop_time_ms, invisible_ms)
         batch.note_failed(claim.offset, failed)
+        if failed:
+            state.note(claim.offset, error)
         state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
         self._tables.announce(state, pop_time_ms + invisible_ms)
         if renew:
@@ -259,7 +267,8 @@ class UnorderedQueues:
             ended.setdefault(batch, []).append(offset)
 
         try:
-            for (offset, batch), message in zip(due, self._messages(state.key, [o for o, _ in due]), strict=True):
+            messages = self._tables.messages(state.key, [offset for offset, _ in due])
+            for (offset, batch), message in zip(due, messages, strict=True):
                 if message is None or (properties := self._properties(state, message, batch)) is None:
                     move(offset, message, batch)
                     continue
@@ -285,23 +294,6 @@ class UnorderedQueues:
                 self._log.put_settled(GIVE, batch.name, offsets)
                 state.release(batch, offsets)
                 self._tables.waiters.wake_one(*state.key)
-
-    def _messages(self, key: QueueKey, offsets: Sequence[int]) -> Iterator[Message | None]:
-        """Yield the messages at ascending offsets, None for each that is gone or damaged.
-        Neighbours are read together."""
-        i = 0
-        low = (self._tables.store.offsets_or_none(key.topic, key.queue_id) or (0, 0))[0]
-        while i < len(offsets):
-            j = i + 1
-            while j < len(offsets) and offsets[j] - offsets[j - 1] <= _NEAR:
-                j += 1
-            begin = max(low, offsets[i])
-            found: dict[int, Message] = {}
-            if begin <= offsets[j - 1]:
-                read = self._tables.store.get(key.topic, key.queue_id, begin, offsets[j - 1] + 1 - begin)
-                found = {message.offset: message for message in read.messages}
-            yield from (found.get(offset) for offset in offsets[i:j])
-            i = j
 
     def move_all(self, state: QueueState) -> None:
         """Copy every unsettled message to the retry topic, to be delivered at its time.
@@ -381,12 +373,17 @@ class UnorderedQueues:
     def rewrite(self, state: QueueState, batch: Batch) -> None:
         """Append the open rest of an old batch at the log end, so that a replay may begin after its old record."""
         released = {offset for offset in batch.open_offsets() if state.released.get(offset) is batch}
-        alike: dict[tuple[int, int, bool], list[int]] = {}
+        alike: dict[tuple[int, int, bool, bool], list[int]] = {}
         for offset in batch.open_offsets():
-            alike.setdefault((*batch.times(offset), batch.holds(offset)), []).append(offset)
-        for (pop_time_ms, invisible_ms, local), offsets in alike.items():
+            failed = offset in (batch.failed or ())
+            alike.setdefault((*batch.times(offset), batch.holds(offset), failed), []).append(offset)
+        for (pop_time_ms, invisible_ms, local, failed), offsets in alike.items():
             new = self._tables.log_batch(state, offsets, pop_time_ms, invisible_ms, state.cursor, local=local)
             state.replace(new, offsets)
+            for offset in offsets if failed else ():
+                error = state.notes.get(offset, "")
+                self._log.put_change(new.name, offset, pop_time_ms, invisible_ms, failed=True, error=error)
+                new.note_failed(offset, True)
             given = [offset for offset in offsets if offset in released]
             if given:
                 self._log.put_settled(GIVE, new.name, given)

@@ -16,6 +16,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from mqstore.clock import SYSTEM_CLOCK
@@ -24,7 +25,7 @@ from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef
 from mqstore.options import Durability, Duration, seconds
 from mqstore.remote.broker import RemoteBroker, _Later, _NoNotes
-from mqstore.remote.cluster.degrade import DIFFERENCES
+from mqstore.remote.cluster.degrade import DIFFERENCES, refuse_items
 from mqstore.remote.cluster.letters import ClusterLetters
 from mqstore.remote.cluster.links import Links
 from mqstore.remote.cluster.log import log_of
@@ -95,6 +96,7 @@ class ClusterBroker(Sends, Pops):
         self.has_room = lambda size: False
         self.save_offsets = self._save
         self.begun = _NoNotes()
+        self.items: Any = SimpleNamespace(find=refuse_items, page=refuse_items, counts=refuse_items)
         config = links.config(links.brokers[0]) if links.brokers else {}
         self.limits = Limits(int(config.get("maxMessageSize", 4 << 20)), int(config.get("timerMaxDelaySec", 259_200)))
         self.topics = Topics(links)

@@ -49,6 +49,7 @@ DIFFERENCES: Final[dict[str, Difference]] = {
     "a read after a put": Difference("finds the message", "finds it some milliseconds later"),
     "queue numbers": Difference("the same for everybody", "those of this client; RocketMQ names broker and id"),
     "dead letters": Difference("list, replay, purge", "list and replay; a letter that was sent again stays listed"),
+    "items of a queue by state": Difference("find, peek, list, count, purge", "NotSupportedError"),
     "verify, snapshot, stats": Difference("yes", "NotSupportedError; use RocketMQ's tools"),
 }
 
@@ -61,3 +62,8 @@ def refuse(what: str, instead: str) -> NoReturn:
     mqstore.errors.NotSupportedError: verify is not possible with an Apache RocketMQ cluster; use RocketMQ's tools
     """
     raise NotSupportedError(f"{what} is not possible with an Apache RocketMQ cluster; {instead}")
+
+
+def refuse_items(*args: object, **options: object) -> NoReturn:
+    """Refuse each call of `ItemCalls`."""
+    refuse("a look at the items of a queue by state", "use mqadmin consumerProgress, or resetOffsetByTime to skip all")

@@ -1,0 +1,170 @@
+"""Messages that wait in the timer: how many, which, and their cancellation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+
+import numpy as np
+import numpy.typing as npt
+
+from mqstore.broker.context import Parts, messages_of
+from mqstore.broker.delay.route import Cancellations, copies_of, recallable
+from mqstore.broker.delay.timerfiles import TimerFilesDamaged, TimerLog, TimerUnit
+from mqstore.broker.delay.timermessages import TimerMessages
+from mqstore.broker.delay.timerunits import SlotReading, TimerUnits
+from mqstore.broker.names import TIMER_TOPIC
+from mqstore.broker.pop.receipts import RecallHandle, parse_recall_handle
+from mqstore.broker.service import Roller
+from mqstore.layout.javahash import java_hash
+from mqstore.layout.properties import REAL_TOPIC, TIMER_DEL_UNIQKEY, TIMER_DELAY_LEVEL, TIMER_OUT_MS, UNIQ_KEY
+from mqstore.log.message import Message
+from mqstore.log.store import MessageStore
+from mqstore.signalsafe import Lock
+
+_LOOKS = 4_000
+"""Number of units of a slot to examine at once."""
+
+
+class TimerQueries(Roller):
+    """Base of `TimerService`, which has the fields. Thread-safe."""
+
+    _parts: Parts
+    _store: MessageStore
+    _messages: TimerMessages
+    _lock: Lock
+    _log: TimerLog
+    _units: TimerUnits
+    _begun: bool
+    _reading: SlotReading | None
+    _read_ms: int
+    _queue_offset: int
+
+    def waiting(self) -> int:
+        low, high = self._store.offsets_or_none(TIMER_TOPIC, 0) or (0, 0)
+        not_in_the_wheel_yet = max(0, high - max(low, self._queue_offset))
+        return self._units.waiting.total() + not_in_the_wheel_yet
+
+    def waiting_for(self, topic: str) -> int:
+        """Return the number of messages that wait for a topic. A cancelled one does not count.
+        For a second or less after opening, one that is due then may be missing."""
+        kinds = [TIMER_DEL_UNIQKEY in each.stored_properties() for each in self._new() if _waits_for(each, {topic})]
+        topic_hash, units = java_hash(topic), self._units
+        cancels = (units.cancels[topic_hash] + sum(kinds)) // self._messages.cancellations
+        return max(0, units.waiting[topic_hash] + kinds.count(False) - cancels)
+
+    def _new(self) -> Iterator[Message]:
+        """Yield the messages that have no unit yet."""
+        low, high = self._store.offsets_or_none(TIMER_TOPIC, 0) or (0, 0)
+        return messages_of(self._store, TIMER_TOPIC, max(low, self._queue_offset), high)
+
+    def page(self, topics: Collection[str], begin: int, count: int) -> tuple[list[Message], int | None]:
+        """Return about `count` messages that wait for one of `topics`, with records from physical offset `begin` on,
+        and where the next page begins. Cancelled ones are left out."""
+        found: list[Message] = []
+        with self._lock:
+            for looked, message in enumerate(self._waiting(topics, begin)):
+                if looked == count:
+                    return found, message.physical_offset
+                if not self._is_cancelled(message):
+                    found.append(message)
+        return found, None
+
+    def _waiting(self, topics: Collection[str], begin: int) -> Iterator[Message]:
+        """Yield the messages that wait for one of `topics` in the order of their records. Call under the lock."""
+        hashes = [java_hash(topic) for topic in topics]
+        for position, physical in self._units.of_topics(hashes, begin, self._read_ms) if self._begun else ():
+            if self._unit_waits(position, self._log.unit(position)):
+                with suppress(LookupError):  # it is lost, which its delivery reports
+                    if _waits_for(message := self._store.at(physical), topics):
+                        yield message
+        for message in self._new():
+            cancels = TIMER_DEL_UNIQKEY in message.stored_properties()
+            if message.physical_offset >= begin and not cancels and _waits_for(message, topics):
+                yield message
+
+    def waits(self, message: Message) -> bool:
+        """Return True if a message of the timer topic will be delivered."""
+        with self._lock:
+            return (
+                TIMER_DEL_UNIQKEY not in message.stored_properties()
+                and self._waits(message)
+                and not self._is_cancelled(message)
+            )
+
+    def _is_cancelled(self, message: Message) -> bool:
+        if TIMER_DELAY_LEVEL in message.stored_properties():
+            return False  # it cannot be cancelled
+        return Cancellations(copies_of(self._store, _handle(message))).cover(message)
+
+    def cancel_all(self, topics: Collection[str], begin: Callable[[], int]) -> int:
+        """Cancel the messages that wait for one of `topics`, overdue ones included. Return their number.
+        Only those with records before the physical offset that `begin` returns. It is called when nothing is delivered
+        any more until the end of this call. They are as durable as puts."""
+        with self._lock:
+            stop, count = begin(), 0
+            for message in self._waiting(topics, 0):
+                by_level = TIMER_DELAY_LEVEL in message.stored_properties()
+                if message.physical_offset < stop and not by_level and not self._is_cancelled(message):
+                    self._messages.cancel(_handle(message), message.born_timestamp_ms)
+                    count += 1
+            return count
+
+    def recall(self, handle: str) -> bool:
+        """Cancel the message of a recall handle.
+        Returns True if the message will not be delivered, and False if it is due, was delivered, or does not exist.
+        Raises InvalidReceiptError for an invalid handle, and the errors of a put. It is as durable as a put."""
+        wanted = parse_recall_handle(handle)
+        # Under the lock, so that no message is delivered between the check and the cancellation.
+        with self._lock:
+            now_ms = self._parts.clock.now_ms()
+            copies = copies_of(self._store, wanted)
+            waiting = [m for m in recallable(copies, now_ms) if self._waits(m)]
+            recalled = Cancellations(copies)
+            if not all(map(recalled.cover, waiting)):
+                self._messages.cancel(wanted, max(message.born_timestamp_ms for message in waiting))
+            return bool(waiting)
+
+    def waiting_below(self, physical_offset: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the waiting messages that are placed and written. See `Roller`."""
+        offsets, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        with self._lock:
+            try:
+                for _, units in self._units.old(physical_offset, self._read_ms) if self._begun else ():
+                    offsets.append(units["physical_offset"].astype(np.int64))
+                    sizes.append(units["record_size"].astype(np.int64))
+            except TimerFilesDamaged:
+                pass  # reading the slot, or `roll`, will find the same damage
+        return np.concatenate(offsets), np.concatenate(sizes)
+
+    def _waits(self, message: Message) -> bool:
+        """Return True if a message of the timer topic is neither delivered nor rolled.
+        Its unit decides, not the time, since the clock may have been set back."""
+        from_end = self._queue_offset - message.offset
+        if from_end <= 0:
+            return True
+        try:
+            # Nearly every message has a unit, so counting from the end usually finds it at once.
+            found = self._log.find(message.physical_offset, self._units.low, from_end)
+            if found is None:
+                return False
+            return self._unit_waits(*found)
+        except TimerFilesDamaged:
+            return True  # the files will be rebuilt from the topic, which then has the cancellation
+
+    def _unit_waits(self, position: int, unit: TimerUnit) -> bool:
+        reading = self._reading
+        if reading is None or unit.slot_ms != reading.slot_ms:
+            return unit.slot_ms >= self._read_ms
+        while not reading.complete:  # after opening, which units are done is known only when all are sorted
+            reading.look(_LOOKS, self._messages.record)
+        return reading.waits(position, unit)
+
+
+def _waits_for(message: Message, topics: Collection[str]) -> bool:
+    return message._stored_property(REAL_TOPIC) in topics
+
+
+def _handle(message: Message) -> RecallHandle:
+    properties = message.stored_properties()
+    return RecallHandle(properties[REAL_TOPIC], int(properties[TIMER_OUT_MS]) + 1, properties.get(UNIQ_KEY, ""))
