@@ -231,6 +231,7 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "TopicTable.create": lambda x: x.broker.topics.create(x.new()),
     "TopicTable.delete": lambda x: x.broker.topics.delete("unused"),
     "TopicTable.delete_retries": lambda x: x.broker.topics.delete_retries("unused"),
+    "TopicTable.expire": lambda x: x.broker.topics.expire("t"),
     "TopicTable.ensure": lambda x: x.broker.topics.ensure(x.new()),
     "TopicTable.entered": lambda x: x.broker.topics.entered("t"),
     "TopicTable.for_send": lambda x: x.broker.topics.for_send(x.new()),

@@ -123,6 +123,9 @@ class TopicCalls(Protocol):
     def names(self, system: bool = False) -> list[str]:
         """Return the topic names, sorted."""
 
+    def expire(self, name: str, dead_letter: bool | None = None) -> TopicConfig:
+        """Have messages of a topic expire (`EXPIRES_MS`), and be dead-lettered then or not. None: as it is."""
+
     def create(self, name: str, *, queues: int | None = None, exist_ok: bool = True) -> TopicConfig:
         """Create a topic. An existing one is returned unchanged with `exist_ok`."""
 

@@ -31,18 +31,18 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Self, TypedDict, Unpack, cast
 
-from mqstore.broker.names import queue_topic, retry_topic
+from mqstore.broker.names import DEAD_LETTER, EXPIRY, queue_topic, retry_topic
 from mqstore.broker.pop.receipts import parse_recall_handle
 from mqstore.client.codecs import BYTES, Codec, T
 from mqstore.client.delivery import LeaseContext, release, visibility_seconds
 from mqstore.client.groupsettings import begin_in, check_order, enter_group
 from mqstore.client.interceptors import Settled
-from mqstore.client.itemoptions import ItemOptions, send_options
+from mqstore.client.itemoptions import BLOCKING, ItemOptions, put_item, send_options
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.popsource import pop_retries
 from mqstore.client.task import Task
 from mqstore.client.waits import Wait, Waits
-from mqstore.contract import MAX_BATCH, BrokerContract, DeadLetters, Delivery, RetryPolicy
+from mqstore.contract import MAX_BATCH, BrokerContract, DeadLetters, Delivery, RetryPolicy, SendOptions
 from mqstore.errors import (
     ConfigError,
     MQStoreError,
@@ -76,6 +76,7 @@ class QueueOptions(TypedDict, total=False):
     retry: RetryPolicy | None
     ordered: bool
     maxsize: int
+    dead_letter_expired: bool | None
 
 
 class Queue(Generic[T]):
@@ -93,6 +94,9 @@ class Queue(Generic[T]):
         codec       `BYTES` (default, and None), `TEXT`, `JSON`, or an object with `encode` and `decode`. With a
                     `Codec[Job]` it is a `Queue[Job]` for type checkers
         maxsize     `put` waits while this many items are not done; 0: no limit
+        dead_letter_expired
+                    True: an item that has expired (`expires=` of `put`) becomes a dead letter. False: it is dropped.
+                    None: as the queue has it. A new one drops it
 
     Raises ConfigError for a name that is empty, too long, or has control characters, for bad options, or if `ordered`
     for a topic with more than one queue. Raises it for an `ordered` that differs from the queue's, too. Raises
@@ -118,6 +122,7 @@ class Queue(Generic[T]):
         ordered: bool = False,
         codec: Codec[T] | None = None,
         maxsize: int = 0,
+        dead_letter_expired: bool | None = None,
     ) -> None:
         topic = queue_topic(name)
         codec = cast(Codec[T], BYTES) if codec is None else codec
@@ -156,6 +161,8 @@ class Queue(Generic[T]):
         if retry is not None:
             broker.members.set_retry("this Queue", topic, retry)
         begin_in(broker, topic, topic, "earliest")
+        if dead_letter_expired is not None and (config.attributes.get(EXPIRY) == DEAD_LETTER) != dead_letter_expired:
+            broker.topics.expire(topic, dead_letter_expired)
 
     def _begin(self) -> None:
         """Create locks and waits. Repeated in a forked child if that may use the queue, as it may that of a server."""
@@ -178,10 +185,10 @@ class Queue(Generic[T]):
     ) -> SendReceipt:
         """Store an item, and return its receipt, whose `id` names it in all later calls.
 
-        `options` are those of `ItemOptions`: delay, key, tag, properties. With `maxsize`, raises QueueFull if it is
-        full, after `timeout` seconds if `block`. Raises QueueShutDown after `shutdown`, and InvalidMessageError for an
-        item that the codec refuses, or a bad option. Also raises the errors of `Broker.put`. After an error nothing is
-        stored.
+        `options` are those of `ItemOptions`: delay, key, tag, properties, expires. With `maxsize`, raises QueueFull if
+        it is full, after `timeout` seconds if `block`. Raises QueueShutDown after `shutdown`, and InvalidMessageError
+        for an item that the codec refuses, or a bad option. Also raises the errors of `Broker.put`. After an error
+        nothing is stored.
         """
         body = self._codec.encode(item)
         if self._shut:  # inline `_check_puts`: one call less
@@ -202,7 +209,10 @@ class Queue(Generic[T]):
             raise QueueShutDown(f"queue {self.name!r} was shut down")
 
     def _put(self, body: bytes, options: ItemOptions) -> SendReceipt:
-        return self._broker.put(self._topic, body, queue_id=0, **send_options(options))
+        return put_item(self._broker, self._topic, body, options)
+
+    def _put_options(self, options: ItemOptions) -> SendOptions:
+        return send_options(self._broker, self._topic, options)
 
     def _append(self, body: bytes, options: ItemOptions) -> Future[SendReceipt] | None:
         """Put an encoded item, for `mqstore.aio`. Return a future for the disk, or None if it is full."""
@@ -212,7 +222,11 @@ class Queue(Generic[T]):
                 self._wait_for_room(1, False, None)
             except QueueFull:
                 return None
-            return self._broker.put_async(self._topic, body, queue_id=0, **send_options(options))
+            if BLOCKING.isdisjoint(options):
+                return self._broker.put_async(self._topic, body, queue_id=0, **self._put_options(options))
+            stored = Future[SendReceipt]()
+            stored.set_result(self._put(body, options))
+            return stored
 
     def _note_delay(self, receipt: SendReceipt) -> None:
         """Have `join` wait for an item that was put with a delay."""

@@ -29,7 +29,7 @@ class Awaited:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._wrapped, name)
-        return (lambda *args, **options: self._call(found, args, options)) if callable(found) else found
+        return (lambda *args, **options: self._call(found, args, options)) if callable(found) else self._shown(found)
 
     def _call(self, method: Any, args: Any, options: Any) -> Any:
         async def call() -> Any:

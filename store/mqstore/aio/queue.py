@@ -25,7 +25,7 @@ from mqstore.aio.loop_thread import LoopThread
 from mqstore.client import task as client_task
 from mqstore.client.codecs import BYTES, T
 from mqstore.client.delivery import release
-from mqstore.client.itemoptions import ItemOptions, send_options
+from mqstore.client.itemoptions import BLOCKING, ItemOptions
 from mqstore.errors import QueueEmpty, QueueFull, QueueShutDown
 from mqstore.log.commitlog import SendReceipt
 from mqstore.options import Duration
@@ -85,7 +85,11 @@ class Queue(Closable[queue.Queue[T]], Generic[T]):
             receipt = await asyncio.wrap_future(stored)
         else:
             self.sync._check_puts()
-            receipt = await self._bridge.put(self.sync._topic, body, queue_id=0, **send_options(options))
+            if BLOCKING.isdisjoint(options):
+                put_options = self.sync._put_options(options)
+                receipt = await self._bridge.put(self.sync._topic, body, queue_id=0, **put_options)
+            else:
+                receipt = await self._bridge.in_order(partial(self.sync._put, body, options))
         self.sync._note_delay(receipt)
         return receipt
 

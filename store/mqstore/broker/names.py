@@ -6,14 +6,18 @@ A user may not send to a system topic, or create a name that begins with `%`, wh
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError
 from mqstore.layout.dispatch import SCHEDULE_TOPIC
 from mqstore.log.names import HALF_TOPIC, MAX_TOPIC, RETRY_PREFIX, SYSTEM_PREFIX, TIMER_TOPIC
 
 __all__ = [
+    "DEAD_LETTER",
     "DLQ_PREFIX",
+    "DROP",
+    "EXPIRES_MS",
+    "EXPIRY",
     "HALF_TOPIC",
     "MAX_GROUP",
     "OP_TOPIC",
@@ -82,6 +86,10 @@ _ESCAPED = [chr(byte) if _PLAIN_NAME.fullmatch(chr(byte)) else f"|{byte:02x}" fo
 _ESCAPE = re.compile(rb"\|([0-9a-f]{2})")
 _INVISIBLE = re.compile(r"[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """Control characters, separators of lines, and halves of characters, which have no UTF-8."""
+EXPIRES_MS: Final = "mqstore_expires_ms"
+"""Property: wall-clock time from which a message is not delivered, unless it was before."""
+EXPIRY, DROP, DEAD_LETTER = "mqstore.expiry", "drop", "dead-letter"
+"""Attribute of a topic with messages that may expire, and its values for expired ones."""
 
 
 class QueueKey(NamedTuple):

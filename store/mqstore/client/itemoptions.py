@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from typing import Final, TypedDict, cast
+from datetime import datetime
+from typing import Any, Final, TypedDict, cast
 
-from mqstore.contract import SendOptions
-from mqstore.log.writing.outgoing import no_such_option
-from mqstore.options import Duration
+from mqstore.broker.names import EXPIRES_MS, EXPIRY
+from mqstore.contract import BrokerContract, SendOptions
+from mqstore.errors import InvalidMessageError
+from mqstore.log.commitlog import SendReceipt
+from mqstore.log.reading.reader import to_ms
+from mqstore.log.writing.outgoing import checked_pairs, no_such_option
+from mqstore.options import Duration, seconds
 
 
 class ItemOptions(TypedDict, total=False):
@@ -30,14 +36,41 @@ class ItemOptions(TypedDict, total=False):
     tag: str | None
     properties: Mapping[str, str] | None
     """Names and values that are not blank, for the receiver: `task.message.properties`."""
+    expires: Duration | datetime | None
+    """Seconds, or an aware time, until when the item must have been delivered for the first time, or it is dropped."""
 
 
 _NAMES: Final = {"key": "keys"} | {name: name for name in ("delay", "tag", "properties")}
 """Option of an item -> option of a put."""
+BLOCKING: Final = frozenset({"expires"})
+"""Options whose put may wait for the disk whatever the durability."""
 
 
-def send_options(given: ItemOptions) -> SendOptions:
-    """Return the options of a put. Raises TypeError for an unknown one, which names the closest."""
+def put_item(broker: BrokerContract, queue: str, body: bytes, given: ItemOptions) -> SendReceipt:
+    """Put an encoded item. Raises the errors of `send_options` and of `put`."""
+    return broker.put(queue, body, queue_id=0, **send_options(broker, queue, given))
+
+
+def send_options(broker: BrokerContract, queue: str, given: ItemOptions) -> SendOptions:
+    """Return the options of a put. Raises TypeError for an unknown one, which names the closest, and
+    InvalidMessageError for a bad one that no put has."""
     if unknown := given.keys() - ItemOptions.__annotations__.keys():
         raise no_such_option(unknown, ItemOptions.__annotations__)
-    return cast("SendOptions", {_NAMES[name]: value for name, value in given.items() if value is not None})
+    options: Any = {_NAMES[name]: value for name, value in given.items() if value is not None and name in _NAMES}
+    if (expires := given.get("expires")) is not None:
+        expires_ms = _expires_ms(expires, given.get("delay"), broker.clock.now_ms())
+        options["properties"] = {**checked_pairs(options.get("properties") or {}), EXPIRES_MS: str(expires_ms)}
+        if EXPIRY not in broker.topics.require(queue).attributes:
+            broker.topics.expire(queue)
+    return cast("SendOptions", options)
+
+
+def _expires_ms(expires: Duration | datetime, delay: Duration | None, now_ms: int) -> int:
+    if isinstance(expires, datetime):
+        at_ms = to_ms(expires)
+    else:
+        at_ms = now_ms + math.ceil(1000 * seconds(expires, "expires"))
+    if at_ms <= now_ms + 1000 * (0 if delay is None else seconds(delay, "delay")):
+        why = "it is over" if delay is None else f"the item becomes available after {delay} s"
+        raise InvalidMessageError(f"expires {expires!r} leaves no time for a delivery: {why}", "expires")
+    return at_ms

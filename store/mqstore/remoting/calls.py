@@ -1,4 +1,4 @@
-"""Own codes of the server, 31000 to 31119: the methods of the engine contract as calls (remoting-server, section 12).
+"""Own codes of the server, 31000 to 31199: the methods of the engine contract as calls (remoting-server, section 12).
 
     request     code | body {parameter: value}, those that are not defaults
     answer      0 | body [result]
@@ -275,6 +275,7 @@ _TABLE: Final = """
 31120 items.find                repeat thread
 31121 items.page                repeat thread
 31122 items.counts              repeat thread
+31130 topics.expire             repeat thread
 """
 
 

@@ -153,7 +153,7 @@ _TOPIC: Final = _fields("topic!")
 _GROUP: Final = _fields("group!")
 
 REQUESTS: Final[Mapping[int, tuple[_Field, ...]]] = {
-    **dict.fromkeys((*Code, *range(31_000, 31_120)), ()),  # mqstore's own have their arguments in the body (`calls`)
+    **dict.fromkeys((*Code, *range(31_000, 31_200)), ()),  # mqstore's own have their arguments in the body (`calls`)
     Code.SEND_MESSAGE: _SEND,
     Code.SEND_MESSAGE_V2: _SEND_V2,
     Code.SEND_BATCH_MESSAGE: _SEND_V2,

@@ -78,7 +78,7 @@ class Lag(NamedTuple):
 
     @property
     def ready(self) -> int:
-        return self.end - self.standing.next + self.standing.again
+        return self.end - self.standing.next + self.standing.again - self.standing.skipped
 
     @property
     def messages(self) -> int:
@@ -124,7 +124,7 @@ def measure(
     low, high = max(bounds[0], offsets.start_of(key.topic, key.queue_id)), bounds[1]
     if popped is not None:
         first, ready, next_ = (max(low, offset) for offset in (popped.first, popped.ready_from, popped.next))
-        return Lag(Standing(first, ready, next_, popped.in_flight, popped.again), max(next_, high), waiting)
+        return Lag(Standing(first, ready, next_, *popped[3:]), max(next_, high), waiting)
     # For a group that reads, the messages in flight are those that were read and not committed.
     first = min(high, max(low, committed))
     pulled = min(high, max(first, offsets.query_pull(key) or 0))

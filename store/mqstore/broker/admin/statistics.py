@@ -265,6 +265,7 @@ _HELP: Final[dict[str, tuple[str, str]]] = {
     "rocketmq_half_messages": ("gauge", "Half messages that are neither committed nor rolled back."),
     "rocketmq_timing_messages": ("gauge", "Messages that wait for their due time."),
     "mqstore_lost_messages_total": ("counter", "Messages deleted by retention before the group consumed them."),
+    "mqstore_expired_messages_total": ("counter", "Messages that expired before their first delivery."),
 }  # fmt: skip
 
 _COUNTED: Final[dict[str, str]] = {
@@ -273,6 +274,7 @@ _COUNTED: Final[dict[str, str]] = {
     "TOPIC_PUT_SIZE": "rocketmq_throughput_in_total",
     "GROUP_GET_SIZE": "rocketmq_throughput_out_total",
     "DLQ_PUT_NUMS": "rocketmq_send_to_dlq_messages_total",
+    "EXPIRED_NUMS": "mqstore_expired_messages_total",
     "COMMIT_NUMS": "rocketmq_commit_messages_total",
     "ROLLBACK_NUMS": "rocketmq_rollback_messages_total",
 }

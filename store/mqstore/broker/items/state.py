@@ -100,6 +100,8 @@ _Found = tuple[list[tuple[int, Item]], int | None]
 def status_of(state: QueueState, order: OrderInfo | None, offset: int, now_ms: int, owner: str = "") -> Status | None:
     """Return the status of the message at `offset` of a queue that a group pops, or None if it is done.
     Call under the queue's lock. `order` is its batch in order (`PopTables.order`), `owner` the broker's process."""
+    if offset in state.skipped:
+        return None
     if order is None:
         batch = state.in_flight.get(offset)
         if batch is None:
@@ -204,7 +206,7 @@ class Items:
                 with self._state(key) as (state, order):
                     standing, failed = state.standing(order, now_ms), state.count_failed(order, now_ms)
                 low, high = self._tables.offsets.bounds(key.topic, key.queue_id)
-                found["ready"] += standing.again + max(0, high - max(low, standing.next))
+                found["ready"] += standing.again + max(0, high - max(low, standing.next)) - standing.skipped
                 found["retry"] += failed
                 found["leased"] += standing.in_flight - failed
             found["retry"] += sum(map(self._waiting, retry_topics(group, topic)))

@@ -15,6 +15,7 @@ from contextlib import nullcontext
 
 from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_KEY, POP_LOG_TOPIC
 from mqstore.broker.pop.ordered import OrderedQueues
+from mqstore.broker.pop.skips import keep
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.pop.unordered import UnorderedQueues
 from mqstore.broker.service import Pin, Wake
@@ -135,6 +136,8 @@ class PopKeeper:
                     else:
                         self._unordered.rewrite(state, batch)
                     budget -= 1
+                if state.skipped:
+                    position = min(position, int(min(end, keep(self._tables.log, state, bound))))
                 oldest = state.oldest()
                 if oldest is not None:
                     position = min(position, oldest.name)

@@ -35,7 +35,8 @@ CHANGE: Final = "chg"
 REVIVE: Final = "rev"
 GIVE: Final = "rel"
 RESET: Final = "rst"
-KINDS = (POP, ACK, CHANGE, REVIVE, GIVE, RESET)
+SKIP: Final = "skp"
+KINDS = (POP, ACK, CHANGE, REVIVE, GIVE, RESET, SKIP)
 
 _FAILED: Final = ',"n":1'
 """Member of a change after a failure: no receiver holds the delivery, which waits to be redelivered."""
@@ -111,6 +112,10 @@ class PopLog:
         `reads`: the group reads from now on instead of popping, so later positions are in the offset table."""
         more = ',"r":1' if reads else ""
         return self._put[RESET](f'{head}"o":{offset}{more}}}'.encode(), "append")[1]
+
+    def put_skip(self, head: str, offsets: Iterable[int]) -> int:
+        """Append messages of a queue that are settled before they are delivered."""
+        return self._put[SKIP](f'{head}"o":[{",".join(map(str, offsets))}]}}'.encode(), "append")[1]
 
     def bounds(self) -> tuple[int, int]:
         """Return (position of the first record kept, position of the next record)."""

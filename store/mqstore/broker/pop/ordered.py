@@ -21,6 +21,7 @@ from collections.abc import Iterable
 
 from mqstore.broker.filters.filter import Filter
 from mqstore.broker.pop.batch import pop_time
+from mqstore.broker.pop.expiry import unexpired
 from mqstore.broker.pop.log import ACK, GIVE, REVIVE, order_members
 from mqstore.broker.pop.orderinfo import BATCH_MAX, OrderInfo
 from mqstore.broker.pop.receipts import Claim, expired, receipt_head
@@ -60,7 +61,7 @@ class OrderedQueues:
             if state.ahead_from != cursor or state.ahead_filter != request.filter:
                 state.drop_ahead()
             known = last if request.skip_acked else None
-            messages = self._take(state, request.filter, request.n - len(out), known)
+            messages = self._take(state, request.filter, request.n - len(out), known, last)
             if not messages:
                 tables.commit(state)  # after the messages that the filter refuses
                 return False
@@ -98,13 +99,18 @@ class OrderedQueues:
             out.append(Delivery(message, receipt, visible_ms, request.topic, key.queue_id, before))
         return False
 
-    def _take(self, state: QueueState, only: Filter | None, room: int, known: OrderInfo | None) -> list[Message]:
+    def _take(
+        self, state: QueueState, only: Filter | None, room: int, known: OrderInfo | None, last: OrderInfo | None
+    ) -> list[Message]:
         """Take the next messages, up to `room`, without those acknowledged in `known`.
-        Moves the cursor past them."""
+        Moves the cursor past them. Those of the last batch do not expire any more."""
         done = known.among(known.acked) if known is not None else ()
         found: list[Message] = []
         while len(found) < room and (state.ahead or (not found and self._tables.read_ahead(state, only))):
-            found += [message for message in state.take_ahead(room - len(found)) if message.offset not in done]
+            taken = state.take_ahead(room - len(found))
+            if state.expiry is not None:
+                taken = unexpired(self._tables, state, taken, () if last is None else last.offsets)
+            found += [message for message in taken if message.offset not in done]
         return found
 
     def _name(self, state: QueueState, record: OrderInfo, cursor: int, *, local: bool) -> None:

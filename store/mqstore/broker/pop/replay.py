@@ -28,7 +28,7 @@ from typing import Any
 from mqstore.broker.names import POP_LOG_KEY, QueueKey
 from mqstore.broker.pop.batch import SAME_MOMENT_MS, Batch
 from mqstore.broker.pop.java import JavaTakeover
-from mqstore.broker.pop.log import CHANGE, GIVE, LOOK_BACK, POP, RESET, REVIVE, Record
+from mqstore.broker.pop.log import CHANGE, GIVE, LOOK_BACK, POP, RESET, REVIVE, SKIP, Record
 from mqstore.broker.pop.ordered import OrderedQueues
 from mqstore.broker.pop.orderinfo import OrderInfo
 from mqstore.broker.pop.state import MAX_BATCH, QueueState
@@ -103,6 +103,8 @@ class Replay:
                     self._pop(record.position, record.value)
                 elif record.kind == RESET:
                     self._reset(record.value)
+                elif record.kind == SKIP:
+                    self._skip(record.position, record.value)
                 elif (found := self._batches.get(record.value["k"])) is None:
                     self._before(record)  # a batch from before the replay position, entirely settled
                 elif found[0].fifo is not found[1]:
@@ -143,6 +145,7 @@ class Replay:
     def _say(self, now_ms: int) -> None:
         """Append batches for lost records to the log, because later acknowledgements must name one."""
         for key, lost in self._unsaid.items():
+            lost -= self._state(key).skipped.keys()
             if not lost or self._tables.parts.groups.get(key.group) is None:
                 continue
             _log.error(
@@ -241,6 +244,12 @@ class Replay:
         else:
             self._placed.add(key)
 
+    def _skip(self, position: int, value: dict[str, Any]) -> None:
+        key, offsets = QueueKey(value["c"], value["t"], value["q"]), value["o"]
+        if not all(map(_is_number, offsets)):
+            raise ValueError("the skipped offsets are not numbers")
+        self._state(key).skip(offsets, position)
+
     def _before(self, record: Record) -> None:
         """Note the redelivered messages of a settled batch, which may be acknowledged too late."""
         value = record.value
@@ -271,6 +280,7 @@ class Replay:
         if key not in self._placed and table is not None:
             state.cursor = max(state.cursor, table)
         state.cursor = max(min(state.cursor, high), min(low, high))
+        state.skipped = {offset: name for offset, name in state.skips().items() if offset < high}
         # Do not wait for messages of a deleted topic, or messages that only a damaged log names.
         for batch in dict.fromkeys((*state.in_flight.values(), *state.released.values())):
             gone = [offset for offset in batch.open_offsets() if not low <= offset < high]

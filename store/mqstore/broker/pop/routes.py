@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mqstore.broker.names import QueueKey, is_retry_topic, pop_retry_topic, retry_topic
+from mqstore.broker.names import EXPIRY, QueueKey, is_retry_topic, pop_retry_topic, retry_topic
 from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.errors import ConfigError, NotPermittedError
@@ -22,7 +22,9 @@ class Route:
     has_choice: bool
     """True if a random choice between queues is needed."""
     quick: bool
-    """True if compiled code may pop from `queues` and settle there."""
+    """True if compiled code may settle in `queues`."""
+    pops: bool
+    """True if it may pop from them, too, since their messages do not expire."""
     at_once: bool
     """True if `pop_at_once` may use it, too, since no topic has redeliveries."""
 
@@ -57,6 +59,9 @@ class Routes:
         if found.read_queues < 1:  # only a file can have this
             raise NotPermittedError(f"topic {topic!r} has {found.read_queues} queues to read; increase read_queues")
         queues = [self._tables.state(QueueKey(group, topic, i)) for i in range(found.read_queues)]
+        expiry = found.attributes.get(EXPIRY)
+        for state in queues:
+            state.expiry = expiry
         retries = [
             (mark, self._tables.state(QueueKey(group, name, 0)))
             for mark, name in self.retry_topics(group, topic)
@@ -64,8 +69,9 @@ class Routes:
         ]
         quick = kernel is not None and not is_retry_topic(topic)
         has_choice = len(queues) > 1 or bool(retries)
-        at_once = quick and not retries and self._topics.entered(retry_topic(group)) is None
-        route = Route(topic, queues, retries, has_choice, quick, at_once)
+        pops = quick and expiry is None
+        at_once = pops and not retries and self._topics.entered(retry_topic(group)) is None
+        route = Route(topic, queues, retries, has_choice, quick, pops, at_once)
         known[group, topic] = route
         return route
 

@@ -163,7 +163,7 @@ class PopService(BackgroundService):
         else:
             chosen = [route.queue(queue_id)]
         retries_first = bool(retries) and roll < _RETRY_PERCENT
-        if route.quick and not retries_first and filter_ is None and attempt_id is None:
+        if route.pops and not retries_first and filter_ is None and attempt_id is None:
             state = chosen[0]
             done = self.tables.deliver(state, n, invisible_ms, topic, local, order)
             if done:

@@ -6,6 +6,7 @@
     in flight  --settle (ack, revived, dead letter)-->  settled
     in flight  --give_back (release)-->                 released --popped again--> in flight, of another batch
     in flight  --change-->                              in flight, visible at another time
+    not popped yet --skip (cancelled, expired)-->        settled: the cursor passes it
     all        --reset-->                               not popped yet, from a new cursor on
 
 FIFO batches are kept in the order info (`orderinfo.py`), and only the last one also here (`fifo`). The fields are in a
@@ -62,6 +63,8 @@ class Standing(NamedTuple):
     in_flight: int
     again: int
     """Number of messages before `next` that may be delivered again."""
+    skipped: int = 0
+    """Number of messages from `next` on that will not be delivered."""
 
 
 class QueueFields:
@@ -75,7 +78,7 @@ if not TYPE_CHECKING and kernel is not None:
 class QueueState(QueueFields):
     """State of one (group, topic, queue). Its fields are read and written under `lock`."""
 
-    __slots__ = ("_free", "ahead_size", "backoff_ms", "holders", "is_retry", "notes", "revived")
+    __slots__ = ("_free", "ahead_size", "backoff_ms", "expiry", "holders", "is_retry", "notes", "revived", "skipped")
 
     key: QueueKey
     head: str
@@ -121,6 +124,8 @@ class QueueState(QueueFields):
         self.key = key
         self.head = f'{{"t":{json.dumps(key.topic)},"c":{json.dumps(key.group)},"q":{key.queue_id},'
         self.is_retry = is_retry_topic(key.topic)
+        self.expiry: str | None = None
+        """Attribute `EXPIRY` of the topic. None: its messages do not expire."""
         self.lock = Lock()
         self.cursor = self.committed = -1
         self.written = None
@@ -134,6 +139,9 @@ class QueueState(QueueFields):
         does not remove the notes of settled ones."""
         self.holders: dict[int, str] = {}
         """Receivers that are in another process, by offset."""
+        self.skipped: dict[int, int] = {}
+        """Offsets that are settled and will not be delivered, with their log position, in the order of the log.
+        Some that the cursor has passed may still be here."""
         self.timeline = Timeline()
         self._batches = 0
         self.fifo = None
@@ -234,7 +242,24 @@ class QueueState(QueueFields):
         self._batches = 0
         self.fifo = None
         self.cursor = self.committed = cursor
+        self.skipped = self.skips() if cursor >= 0 else {}  # a cancelled message stays so
         self.drop_ahead()
+
+    def skip(self, offsets: Iterable[int], name: int) -> None:
+        """Note messages that will not be delivered, by the record at log position `name`."""
+        for offset in offsets:
+            self.skipped.pop(offset, None)  # to the end: the first entry is the oldest
+            self.skipped[offset] = name
+        kept = [message for message in self.ahead[self.ahead_at :] if message.offset not in self.skipped]
+        if kept:
+            self.ahead, self.ahead_at = kept, 0
+        else:
+            self.drop_ahead()
+
+    def skips(self, begin: int = 0) -> dict[int, int]:
+        """Return the part of `skipped` from offset `begin` on that the cursor has not passed."""
+        begin = max(begin, self.cursor)
+        return {offset: name for offset, name in self.skipped.items() if offset >= begin}
 
     def note_revived(self, offsets: Iterable[int]) -> None:
         self.revived.update(dict.fromkeys(offsets))
@@ -333,12 +358,13 @@ class QueueState(QueueFields):
         cursor = self.cursor
         if order is None:
             ready = next(iter(self.first_released(1)), cursor)
-            return Standing(self.advance(), ready, cursor, len(self.in_flight), len(self.released))
+            counts = len(self.in_flight), len(self.released), len(self.skips())
+            return Standing(self.advance(), ready, cursor, *counts)
         left = order.unacked(cursor)
         again = [offset for offset in left if order.is_visible(offset, now_ms)]
         behind = max(cursor, order.offsets[-1] + 1) if order.offsets else cursor
         first, ready = left[0] if left else behind, again[0] if again else behind
-        return Standing(first, ready, behind, len(left) - len(again), len(again))
+        return Standing(first, ready, behind, len(left) - len(again), len(again), len(self.skips(behind)))
 
     def oldest(self) -> Batch | None:
         """Return the oldest batch with an unsettled message."""

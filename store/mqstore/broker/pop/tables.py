@@ -19,6 +19,7 @@ from mqstore.broker.pop.batch import Batch
 from mqstore.broker.pop.log import ACK, LOCAL, POP, PopLog
 from mqstore.broker.pop.orderinfo import OrderInfo, OrderInfoTable, record_of
 from mqstore.broker.pop.request import Delivery
+from mqstore.broker.pop.skips import wanted
 from mqstore.broker.pop.state import Counts, QueueState, Standing
 from mqstore.broker.reading import Reads, Start
 from mqstore.broker.redelivery.attempt_journal import Address, AttemptJournal
@@ -222,8 +223,8 @@ class PopTables(PopFields):
             )
             if result.status == "OFFSET_RESET":
                 self.reset(state, result.next_offset)
-            elif result.messages:
-                state.ahead = result.messages
+            elif messages := wanted(state, result.messages) if state.skipped else result.messages:
+                state.ahead = messages
                 state.ahead_next = result.next_offset
                 # A receiver that takes all prefetched messages reads on, so the next read fetches more at once.
                 state.ahead_size = min(2 * state.ahead_size, _AHEAD_MAX)

@@ -18,6 +18,7 @@ from operator import attrgetter
 from mqstore.broker.filters.filter import Filter
 from mqstore.broker.names import QueueKey, pop_retry_topic
 from mqstore.broker.pop.batch import Batch, pop_time
+from mqstore.broker.pop.expiry import unexpired
 from mqstore.broker.pop.log import ACK, GIVE, REVIVE
 from mqstore.broker.pop.receipts import Claim, expired, receipt_head
 from mqstore.broker.pop.request import Delivery, PopRequest
@@ -62,6 +63,8 @@ class UnorderedQueues:
                 found = state.take_ahead(room - len(messages))
                 if state.is_retry:
                     found = self._within_limit(state, found)
+                elif state.expiry is not None:
+                    found = unexpired(tables, state, found)
                 messages = messages + found if messages else found
             if messages:
                 self._deliver(state, request, mark, messages, out)

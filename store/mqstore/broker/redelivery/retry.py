@@ -29,7 +29,15 @@ from typing import Final
 
 from mqstore.broker.context import Parts
 from mqstore.broker.delay.route import TIMER_MARKS
-from mqstore.broker.names import QueueKey, dlq_topic, is_retry_topic, is_system_topic, popped_topic, retry_topic
+from mqstore.broker.names import (
+    EXPIRES_MS,
+    QueueKey,
+    dlq_topic,
+    is_retry_topic,
+    is_system_topic,
+    popped_topic,
+    retry_topic,
+)
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError
 from mqstore.layout.properties import (
     CRC_TAIL_BYTES,
@@ -202,7 +210,7 @@ class Retries:
         if origin_topic is None:  # an undelivered delayed message is in a system topic
             origin_topic = properties.get(REAL_TOPIC) if is_system_topic(message.topic) else None
             origin_topic = origin_topic or popped_topic(group, message.topic)
-        for name in (*TIMER_MARKS, DELAY, POP_CK, FIRST_POP_TIME):
+        for name in (*TIMER_MARKS, DELAY, POP_CK, FIRST_POP_TIME, EXPIRES_MS):
             properties.pop(name, None)
         properties.setdefault(RETRY_TOPIC, origin_topic)
         properties.setdefault(ORIGIN_MESSAGE_ID, message.message_id)

@@ -19,7 +19,16 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from mqstore.broker.names import RETRY_PREFIX, check_user_topic, is_retry_topic, is_system_topic, retry_topic
+from mqstore.broker.names import (
+    DEAD_LETTER,
+    DROP,
+    EXPIRY,
+    RETRY_PREFIX,
+    check_user_topic,
+    is_retry_topic,
+    is_system_topic,
+    retry_topic,
+)
 from mqstore.broker.tables.configfile import NOTHING, ConfigTable, data_version, entries, member, object_member
 from mqstore.broker.tables.offsets import OffsetTable
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, TopicNotFoundError
@@ -283,6 +292,22 @@ class TopicTable(ConfigTable):
                 self._refuse_moving(old, new)
             with self._lock:
                 if self._known.get(name) is old:  # else another thread has changed it: check again
+                    self._write({**self._entered, name: new})
+                    break
+        self._notify(name)
+        return new
+
+    def expire(self, name: str, dead_letter: bool | None = None) -> TopicConfig:
+        """Have messages of a topic expire, and then dropped, or put to the dead letters with `dead_letter`.
+        None keeps the topic's choice. Raises the errors of `require`, and of `create` for the file."""
+        while True:
+            old = self.require(name)
+            chosen = old.attributes.get(EXPIRY, DROP) if dead_letter is None else DEAD_LETTER if dead_letter else DROP
+            if old.attributes.get(EXPIRY) == chosen:
+                return old
+            new = replace(old, attributes=MappingProxyType({**old.attributes, EXPIRY: chosen}))
+            with self._lock:
+                if self._known.get(name) is old:  # else another thread has changed it
                     self._write({**self._entered, name: new})
                     break
         self._notify(name)

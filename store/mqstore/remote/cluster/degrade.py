@@ -39,6 +39,7 @@ DIFFERENCES: Final[dict[str, Difference]] = {
     "retry=": Difference("the group's policy from then on", "the same, and needs the right to change groups"),
     "lag": Difference("with deliveries in flight and retries", "messages that are not committed"),
     'durability="flush"': Difference("each message", "the brokers' flushDiskType"),
+    "expires=, unique=": Difference("yes", "NotSupportedError"),
     "delay, deliver_at": Difference("any time", "needs timerWheelEnable; without it one of the brokers' levels"),
     "recall": Difference("yes", "needs recallMessageEnable"),
     "put_many": Difference("whole or not", "in batches of at most 4 MiB, each whole or not"),

@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from mqstore.broker.names import check_group, check_user_topic, is_system_topic, retry_topic
 from mqstore.broker.tables.groups import GroupConfig, RetryPolicy, default_retry
@@ -21,6 +21,7 @@ from mqstore.contract import Member, Mode, QueueLock, Subscriptions
 from mqstore.errors import ConfigError, ConnectionLostError, GroupInUseError, MQStoreError, TopicNotFoundError
 from mqstore.layout.javahash import java_hash
 from mqstore.log.commitlog import QueueRef
+from mqstore.remote.cluster.degrade import refuse
 from mqstore.remote.cluster.links import Links, named
 from mqstore.remote.cluster.records import DEFAULT_TOPIC
 from mqstore.remote.cluster.routes import RoutedTopic, fastjson, spread
@@ -67,6 +68,9 @@ class Topics:
 
     def names(self, system: bool = False) -> list[str]:
         return [name for name in self._links.topic_names() if system or not is_system_topic(name)]
+
+    def expire(self, name: str, dead_letter: bool | None = None) -> NoReturn:
+        refuse("expires=", "let the receiver compare a time in the item")
 
     def create(self, name: str, *, queues: int | None = None, exist_ok: bool = True) -> RoutedTopic:
         check_user_topic(name)
