@@ -20,7 +20,8 @@ EXAMPLES = [pytest.param(code, id=f"{page.name}-{i}") for page in PAGES for i, c
 
 
 def _type(code: str, name: str = "example") -> None:
-    exec(compile(code, name, "exec"), {"__name__": "example"})
+    # dont_inherit: an example has only the `from __future__` that it writes.
+    exec(compile(code, name, "exec", dont_inherit=True), {"__name__": "example"})
 
 
 @pytest.mark.parametrize("code", EXAMPLES)

@@ -48,17 +48,33 @@ from mqstore.log.writing.outgoing import Body, OutgoingMessage
 from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig
 from mqstore.queue import Queue
 from mqstore.store import Store
+from mqstore.version import VERSION as __version__  # noqa: N811
 
 if TYPE_CHECKING:
     from mqstore import admin as admin
     from mqstore import aio as aio
     from mqstore import engine as engine
+    from mqstore.client.typedcodecs import DATACLASS as DATACLASS
+    from mqstore.client.typedcodecs import MSGPACK as MSGPACK
+    from mqstore.client.typedcodecs import PYDANTIC as PYDANTIC
     from mqstore.remote.store import connect as connect
+
+_MODULES = ("admin", "aio", "engine", "errors")
+_LATER = {
+    "connect": "mqstore.remote.store",
+    "DATACLASS": "mqstore.client.typedcodecs",
+    "MSGPACK": "mqstore.client.typedcodecs",
+    "PYDANTIC": "mqstore.client.typedcodecs",
+}
+"""Names whose modules are loaded when somebody first uses the name."""
 
 __all__ = [
     "BYTES",
     "COMMIT",
+    "DATACLASS",
     "JSON",
+    "MSGPACK",
+    "PYDANTIC",
     "ROLLBACK",
     "TEXT",
     "BatchFailure",
@@ -90,6 +106,7 @@ __all__ = [
     "Store",
     "StoreConfig",
     "Task",
+    "__version__",
     "backoff",
     "cancelled",
     "connect",
@@ -154,9 +171,14 @@ def open(
 
 
 def __getattr__(name: str) -> Any:
-    """Return a module, or `connect`, that is loaded when it is first asked for."""
-    if name in ("admin", "aio", "engine"):
+    """Return a module, or an object of one, that is loaded when it is first asked for."""
+    if name in _MODULES:
         return import_module(f"mqstore.{name}")
-    if name == "connect":
-        return import_module("mqstore.remote.store").connect
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the public names, for completion."""
+    return sorted({*__all__, *_MODULES})

@@ -45,3 +45,8 @@ __all__ = [
     "connect",
     "open",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, for completion."""
+    return __all__
