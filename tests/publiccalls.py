@@ -33,6 +33,7 @@ NOT_CALLED = frozenset(
         "PushConsumer.run_once",
         "Transactions.run_once",
         "PushConsumer.run",  # waits for a signal
+        "Queue.run",
         "Store.to_arrow",  # needs pyarrow, and reads as `Store.iter` does
     ]
 )

@@ -55,7 +55,8 @@ from mqstore.errors import (
 from mqstore.layout.properties import TIMER_DELIVER_MS
 from mqstore.log.commitlog import SendReceipt
 from mqstore.options import Duration, check_whole, milliseconds, seconds
-from mqstore.signalsafe import Condition
+from mqstore.queuerun import run
+from mqstore.signalsafe import Condition, Gate
 
 _LOOK_S = 0.25
 """Time after which a waiting thread looks by itself. Other consumers, or time, may settle items too."""
@@ -173,6 +174,8 @@ class Queue(Generic[T]):
         """Number of threads that wait for that."""
         self._callbacks: set[Callable[[], object]] = set()
         """Functions to call then, once."""
+        self._runs: set[Callable[[], object]] = set()
+        """Functions to call at a shutdown, one for each `run`."""
         self._waits = Waits(broker, name, order=self._ordered)
         """Waits of the threads in `get`."""
         self._log = LimitedLog(f"group {self.name}", broker.clock)
@@ -359,8 +362,10 @@ class Queue(Generic[T]):
         timeout: Duration | None,
         visibility: Duration | None,
         done: Sequence[Task[T]] | None = None,
+        stop: Gate | None = None,
     ) -> list[Delivery]:
-        """Return at least one delivery. Tasks that are `done` are acknowledged before the first look."""
+        """Return at least one delivery. Tasks that are `done` are acknowledged before the first look.
+        Raises QueueShutDown once `stop` is open and the waits were rung, too."""
         visibility_s = self._visibility_s if visibility is None else visibility_seconds(visibility)
         end = None if timeout is None else time.monotonic() + seconds(timeout, "timeout")
         ticket, topics, ordered = None, self._broker.topics, self._ordered
@@ -369,7 +374,7 @@ class Queue(Generic[T]):
                 generation = self._waits.generation  # before the look, so that a later `shutdown` ends the wait
                 shut = self._shut  # and earlier puts are seen
                 try:
-                    if shut == "all":
+                    if shut == "all" or (stop is not None and stop.is_open):
                         raise QueueShutDown(f"queue {self.name!r} was shut down")
                     found, acks = [], [task._receipt for task in done or ()]
                     if topics.entered(self._retries) is not None:
@@ -442,6 +447,8 @@ class Queue(Generic[T]):
             except (QueueEmpty, QueueShutDown):
                 return
             yield task
+
+    run = run
 
     # -- done -------------------------------------------------------------------------------------------------------
 
@@ -550,6 +557,8 @@ class Queue(Generic[T]):
             self._changed.notify_all()
         self._call_waiting()
         self._waits.ring()
+        for wake in tuple(self._runs):
+            wake()
 
     def __enter__(self) -> Self:
         return self

@@ -23,6 +23,7 @@ _CONNECTED = (
     "pop_push",
     "push_consumer",
     "queue",
+    "queue_run",
     "simple_consumer",
     "suspended",
 )

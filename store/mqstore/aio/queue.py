@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, Generic, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, Unpack
 from weakref import WeakKeyDictionary
 
 from mqstore import queue
@@ -29,6 +29,9 @@ from mqstore.client.itemoptions import BLOCKING, ItemOptions
 from mqstore.errors import QueueEmpty, QueueFull, QueueShutDown
 from mqstore.log.commitlog import SendReceipt
 from mqstore.options import Duration
+
+if TYPE_CHECKING:
+    from mqstore.queueloop import RunSummary
 
 _LOOK_S = 0.25
 
@@ -184,6 +187,22 @@ class Queue(Closable[queue.Queue[T]], Generic[T]):
             return await self.get(block=False)
         except (QueueEmpty, QueueShutDown):
             raise StopAsyncIteration from None
+
+    async def run(
+        self,
+        handler: Callable[[Task], object],
+        workers: int = 4,
+        *,
+        rate: str | None = None,
+        rate_per: Callable[[Any], Hashable] | None = None,
+        grace: Duration = 30,
+    ) -> RunSummary:
+        """Handle items as `mqstore.Queue.run`, by `workers` tasks of the loop that await `handler(task)`.
+        A plain function is called on the loop. If cancelled, it stops as after a signal, and raises that at its end. A
+        second cancellation ends it at once. After the grace the handlers are cancelled."""
+        from mqstore.aio.queueloop import LoopRun
+
+        return await LoopRun(self, handler, workers, rate, rate_per, grace).run()
 
     # -- done -------------------------------------------------------------------------------------------------------
 

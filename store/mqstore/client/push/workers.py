@@ -433,8 +433,10 @@ def _flow(job: Job, worker: Worker) -> Flow[None]:
 
 
 @contextmanager
-def at_signals(stop: Callable[[], object]) -> Iterator[None]:
-    """On the main thread, call `stop` at SIGINT and SIGTERM. A second signal has its former effect."""
+def at_signals(
+    stop: Callable[[], object], second: Callable[[int, FrameType | None], object] | None = None
+) -> Iterator[None]:
+    """On the main thread, call `stop` at SIGINT and SIGTERM, and then `second` (None: their former effect)."""
     restore: list[Callable[[], object]] = []
 
     def restore_all() -> None:
@@ -443,6 +445,8 @@ def at_signals(stop: Callable[[], object]) -> Iterator[None]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         restore_all()
+        for each in (signal.SIGINT, signal.SIGTERM) if second is not None else ():
+            signal.signal(each, second)
         stop()
 
     if threading.current_thread() is threading.main_thread():

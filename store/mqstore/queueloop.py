@@ -1,0 +1,294 @@
+"""Worker loops of a queue, for `Queue.run` (clients#queue-run).
+
+    running -- SIGTERM, SIGINT, shutdown(immediate) --> halted: nothing more is taken ---+-- all loops end -----> over
+       +------ shutdown() ----------------------------> ready items are still taken -----+-- `grace` is over:
+                                                                                         leased items released -> over
+
+A loop survives a failing item, a full disk and a lost connection. Handlers that still run when it is over keep their
+threads, because Python cannot end them. Their results no longer count.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from mqstore.client.delivery import release
+from mqstore.client.interceptors import Settled
+from mqstore.client.push.handlers import check_handler, check_has_run
+from mqstore.client.push.workers import Worker, Workers, at_signals
+from mqstore.client.ratelimit import RateLimit
+from mqstore.client.renewal import Held, Renewer
+from mqstore.client.task import Task
+from mqstore.errors import ConfigError, MQStoreError, QueueShutDown, StoreClosedError
+from mqstore.options import Duration, check_whole, seconds
+from mqstore.signalsafe import Bell, Gate, Lock
+
+if TYPE_CHECKING:
+    from mqstore.queue import Queue
+
+_log = logging.getLogger("mqstore")
+
+PAUSE_S: Final = 1.0
+"""Pause of a loop whose queue failed, because the disk is full or a connection was lost."""
+_END_S: Final = 0.2
+"""Time for loops that are in no handler to end."""
+_WORKERS_MAX: Final = 100_000
+ENDED: Final = (QueueShutDown, StoreClosedError)
+"""Errors of `get` that end a loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """Result of `Queue.run`. Each delivery is counted once, except that of an item that was given back for its rate."""
+
+    handled: int
+    """Number of acknowledged items."""
+    failed: int
+    """Number of failed attempts whose items are redelivered."""
+    dead_lettered: int
+    """Number of items that became dead letters."""
+    released: int
+    """Number of items given back without counting an attempt: by a handler, or because the run ended."""
+    seconds: float
+
+    def __str__(self) -> str:
+        counts = f"{self.handled} handled, {self.failed} failed, {self.dead_lettered} dead-lettered"
+        return f"{counts}, {self.released} released in {self.seconds:.1f} s"
+
+
+class QueueRun(ABC):
+    """State of one run, for threads and for `mqstore.aio`: rate, leases, counts, the end. Thread-safe."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        handler: object,
+        workers: int,
+        rate: str | None,
+        rate_per: Callable[[Any], Hashable] | None,
+        grace: Duration,
+        *,
+        coroutines: bool = False,
+    ) -> None:
+        check_handler(handler, coroutines=coroutines)
+        self.workers = check_whole("workers", workers, 1, _WORKERS_MAX)
+        self._grace_s = seconds(grace, "grace")
+        if rate_per is not None and (rate is None or not callable(rate_per)):
+            raise ConfigError("rate_per is a function of an item, such as its host, and needs a rate such as '1/s'")
+        self._limit = None if rate is None else RateLimit(rate, hold_ms=math.inf)
+        self._rate_per = rate_per
+        self.queue = queue
+        self.clock = queue._broker.clock
+        self._visibility_ms = queue._visibility_ms
+        self._renewer = Renewer(queue._broker, queue.name, self._visibility_ms, queue._log)
+        self.renew_s = self._visibility_ms / 12_000
+        """Time between two calls of `renew`."""
+        self._lock = Lock()
+        """Guards the next two."""
+        self._counts: Counter[str] = Counter()
+        self._leased: set[Task] = set()
+        self._over = False
+        self._stopping = False
+        self._interrupted = False
+        self._end_s = math.inf
+        """Time at which the grace is over (`time.monotonic`)."""
+        self._began_s = time.monotonic()
+        self.context = replace(queue._context, told=self._settled)
+        """Context of the leases of this run, which counts their outcomes."""
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def wake(self) -> object:
+        """Have `left_s` called. Signal handlers call this, and any thread."""
+
+    @abstractmethod
+    def halt(self) -> None:
+        """Take nothing more."""
+
+    def stop(self) -> None:
+        self._stopping = True
+        self.wake()
+
+    def interrupt(self, *_: object) -> None:
+        """End at once, because of a second signal."""
+        self._interrupted, self._end_s = True, -math.inf
+        self.wake()
+
+    def left_s(self) -> float:
+        """Return the time until the grace is over, which begins now if the end was asked for."""
+        now_s, shut = time.monotonic(), self.queue._shut
+        if self._stopping or shut:
+            self._end_s = min(self._end_s, now_s + self._grace_s)
+        if self._stopping or shut == "all":
+            self.halt()
+        return self._end_s - now_s
+
+    def release_rest(self) -> None:
+        """Release the items whose handlers have not ended."""
+        with self._lock:
+            rest, self._over = list(self._leased), True
+            self._leased.clear()
+        self._renewer.clear()
+        release(rest)
+        self._counts["release"] += len(rest)
+        if rest:
+            what = "queue %s: the handlers of %d items did not end in time; the items were released"
+            _log.error(what, self.queue.name, len(rest))
+
+    def summary(self) -> RunSummary:
+        """Log and return the summary. Raises KeyboardInterrupt after a second signal."""
+        handled, failed, dead, released = (self._counts[each] for each in ("ack", "retry", "dlq", "release"))
+        summary = RunSummary(handled, failed, dead, released, time.monotonic() - self._began_s)
+        _log.info("queue %s: run ended: %s", self.queue.name, summary)
+        if self._interrupted:
+            raise KeyboardInterrupt
+        return summary
+
+    # -- one item ---------------------------------------------------------------------------------------------------
+
+    def _settled(self, task: Any, outcome: Settled) -> None:
+        with self._lock:
+            self._counts[outcome] += 1
+        self.queue._settled(task, outcome)
+
+    @contextmanager
+    def leased(self, task: Task) -> Iterator[None]:
+        """Renew the lease of `task` in the block. Log an error that ends the block, and count it."""
+        task._context = self.context
+        delivery = task._delivery
+        held = Held([delivery])
+        with self._lock:
+            self._leased.add(task)
+        self._renewer.add(held, self.clock.monotonic_ms() + self._visibility_ms)
+        try:
+            yield
+        except Exception as error:
+            if not self._over:
+                what = f"attempt {task.attempt} failed"
+                self.queue._log.say(logging.ERROR, what, at=task.message, error=error, like="failed", traceback=True)
+        finally:
+            self._renewer.remove(held, [delivery.message])
+            with self._lock:
+                if task in self._leased and task._verb in (None, "release"):
+                    self._counts["retry" if task._verb is None else "release"] += 1
+                self._leased.discard(task)
+
+    def wait_s(self, task: Task) -> tuple[float, bool]:
+        """Return the time to wait before `task` is handled, and True if it must be given back for that time."""
+        if self._limit is None:
+            return 0.0, False
+        key = None if self._rate_per is None else self._rate_per(task.value)
+        wait_ms = self._limit.wait_ms(key, self.clock.monotonic_ms())
+        parked = wait_ms > self._limit.hold_ms
+        with self._lock:
+            self._counts["release"] -= parked  # `leased` counts it
+        return wait_ms / 1000, parked
+
+    def failed(self, error: MQStoreError) -> None:
+        """Report that the queue could not be read. The loop tries again after `PAUSE_S`."""
+        self.queue._log.say(logging.ERROR, "the next item could not be read", at=self.queue.name, error=error)
+
+    def renew(self) -> None:
+        """Renew the leases that are due."""
+        self._renewer.run_once(self.clock.monotonic_ms())
+        self.queue._log.log_held()
+
+
+class ThreadRun(QueueRun):
+    """Run with threads."""
+
+    def __init__(self, queue: Queue, handler: Callable[[Task], object], *options: Any) -> None:
+        super().__init__(queue, handler, *options)
+        self._handler = handler
+        self._threads = Workers(f"mqstore-{queue.name}", self.clock, self.workers, self._exit, threads=True)
+        self._bell = Bell()
+        self._halted = Gate()
+        """Open when nothing more is taken."""
+        self._left: BaseException | None = None
+        """SystemExit or KeyboardInterrupt that a handler raised."""
+        self._loops = self.workers
+        """Number of loops that have not ended."""
+
+    def run(self) -> RunSummary:
+        with at_signals(self.stop, self.interrupt):
+            try:
+                self.queue._runs.add(self.wake)
+                self._threads.start()
+                self._threads.later(0, self._renew)
+                for _ in range(self.workers):
+                    self._threads.submit(self._loop)
+                while self._loops and (left_s := self.left_s()) > 0:
+                    self._bell.wait(left_s)
+            finally:
+                self.queue._runs.discard(self.wake)
+                self.halt()
+                self._threads.stop(_END_S)
+                self.release_rest()
+        summary = self.summary()
+        if self._left is not None:
+            raise self._left
+        return summary
+
+    def wake(self) -> None:
+        self._bell.ring()
+
+    def halt(self) -> None:
+        if not self._halted.is_open:
+            self._halted.open()
+            self.queue._waits.ring()
+
+    def _exit(self, error: BaseException) -> None:
+        _log.error("queue %s: a handler raised %r, so the run stops", self.queue.name, error)
+        self._left = self._left or error
+        self.stop()
+
+    def _renew(self) -> None:
+        self._threads.later(self.renew_s * 1000, self._renew)  # first, so that no error ends it
+        self.renew()
+
+    # -- on the threads ---------------------------------------------------------------------------------------------
+
+    def _loop(self, worker: Worker) -> None:
+        worker.is_cancelled = lambda: self._halted.is_open
+        try:
+            while not self._halted.is_open:
+                try:
+                    task = self._next()
+                except ENDED:
+                    break
+                except MQStoreError as error:
+                    self.failed(error)
+                    self._halted.wait(PAUSE_S)
+                    continue
+                with self.leased(task), task:
+                    self._handle(task)
+        finally:
+            with self._lock:
+                self._loops -= 1
+            self.wake()
+
+    def _next(self) -> Task:
+        queue = self.queue
+        task = queue._get_at_once()
+        if task is None:
+            [delivery] = queue._take(1, True, None, None, stop=self._halted)
+            task = Task(self.context, delivery, queue._codec)
+        return task
+
+    def _handle(self, task: Task) -> None:
+        wait_s, parked = self.wait_s(task)
+        if parked:
+            task.release(delay=wait_s)  # type: ignore[attr-defined]
+        elif self._halted.is_open or (wait_s and self._halted.wait(wait_s)):
+            release([task])
+        else:
+            check_has_run(self._handler(task))
