@@ -25,6 +25,7 @@ from mqstore.broker.admin.cut import cut_messages, restore_cut
 from mqstore.broker.admin.inspect import inspect_broker
 from mqstore.broker.admin.offline import Offline, look, offline
 from mqstore.broker.admin.operations import of_directory as operations
+from mqstore.broker.admin.search import Search
 from mqstore.broker.names import check_group, check_user_topic, queue_name, queue_topic, retry_topics
 from mqstore.broker.redelivery.dead_letters import DeadLetters
 from mqstore.broker.tables.configchecks import CONFIG_CHECKS
@@ -40,6 +41,7 @@ from mqstore.options import DEFAULT_MESSAGE_BYTES, StoreConfig
 __all__ = [
     "DeadLetters",
     "Offline",
+    "Search",
     "check_group",
     "check_message",
     "check_user_topic",

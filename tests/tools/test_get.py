@@ -118,7 +118,11 @@ def test_empty_queue_differs_from_a_missing_topic(store: tuple[Path, list[SendRe
 def test_a_search_without_hits_exits_with_1(store: tuple[Path, list[SendReceipt]]) -> None:
     result = mqstore("get", store[0], "--topic", "orders", "--key", "nobody")
 
-    assert (result.exit_code, result.stdout, result.stderr) == (1, "", "no message\n")
+    assert (result.exit_code, result.stdout, result.stderr) == (
+        1,
+        "",
+        "no message\nsearched by index: 0 messages of 0 B, segments: 0\n",
+    )
 
 
 @pytest.mark.parametrize(("profile", "killed"), [("mqstore", False), ("rocketmq", True)], ids=["closed", "killed"])
@@ -164,12 +168,13 @@ def test_loss_elsewhere_does_not_matter(tmp_path: Path) -> None:
     "options",
     [
         [],
-        ["--key", "k"],
-        ["--topic", "t", "--key", "k", "--unique-key", "u"],
+        ["--id", "m", "--grep", "x"],
+        ["--grep", "("],
+        ["--where", "a ="],
+        ["--tag", "a|b"],
+        ["--from", "2026-01-02", "--until", "2026-01-01"],
         ["--message-id", "m", "--physical-offset", "0"],
         ["--topic", "t", "--offset", "3", "--key", "k"],
-        ["--topic", "orders", "--tag", "a", "--key", "k3"],
-        ["--topic", "orders", "--queue-id", "1", "--unique-key", "u3"],
         ["--topic", "orders", "--physical-offset", "0"],
         ["--physical-offset", "0", "--max-messages", "5"],
         ["--topic", "t", "--offset", "-1"],
@@ -178,7 +183,6 @@ def test_loss_elsewhere_does_not_matter(tmp_path: Path) -> None:
         ["--topic", "orders", "--last", "0"],
         ["--topic", "orders", "--last", "3", "--max-messages", "2"],
         ["--topic", "orders", "--last", "3", "--offset", "2"],
-        ["--topic", "orders", "--last", "3", "--key", "k3"],
         ["--topic", "orders", "--follow", "--message-id", "m"],
         ["--topic", "orders", "--follow", "--offset", "0"],
     ],

@@ -12,22 +12,34 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import click
 
 from mqstore import Message, MQStoreError, QueueRef
+from mqstore.admin import Search
 from mqstore.engine import Finding, StoreFiles
 from mqstore.errors import FormatError
-from mqstore_tools.multi_store import Messages, message_options, names, on_spark, spark_option, usable
+from mqstore_tools.multi_store import (
+    FILTERS,
+    Messages,
+    message_options,
+    names,
+    on_spark,
+    search_of,
+    spark_option,
+    usable,
+    with_options,
+)
 from mqstore_tools.render import (
     FindingPrinter,
     as_json,
     console,
     export_row,
     note,
+    note_searched,
     print_json,
     progress,
     raw_bodies_option,
@@ -44,8 +56,8 @@ from mqstore_tools.shared import (
     within,
 )
 
-_OF_A_FOLDER = ("columns", "partition_by", "start", "stop", "where", "options", "master")
-_OF_A_FILE = ("queue_id", "from_offset", "max_messages", "output", "raw_bodies")
+_OF_A_FOLDER = ("columns", "partition_by", "options", "master")
+_OF_A_FILE = ("queue_id", "from_offset", "max_messages", "output", "raw_bodies", "unique_key", "grep")
 """Options that need --to, and options that cannot be used with it."""
 
 
@@ -57,13 +69,17 @@ Examples:
   mqstore export var/mq --output all.jsonl
   mqstore export var/mq --topic orders --queue-id 0 --from-offset 100 --max-messages 10
   mqstore export var/mq | jq -r '.body | @base64d'
+  mqstore export var/mq --from 1h --grep 'refused'
   mqstore export fleet/* --to lake/mq --spark local[4]
   mqstore export var/mq --to lake/errors --where "level = 'ERROR'" --from 7d""",
 )
 @message_options
 @click.option("--queue-id", type=click.IntRange(0), help="Only this queue.")
 @click.option("--from-offset", type=click.IntRange(0), help="Start of each queue, a queue offset.")
-@click.option("--max-messages", type=click.IntRange(0), metavar="N", help="Stop after N messages.")
+@click.option(
+    "--limit", "--max-messages", "max_messages", type=click.IntRange(0), metavar="N", help="Stop after N messages."
+)
+@with_options(*FILTERS)
 @output_option
 @raw_bodies_option
 @click.option("--to", metavar="FOLDER", type=click.Path(file_okay=False), help="Write Parquet files to this folder.")
@@ -80,6 +96,7 @@ Examples:
 @click.pass_context
 def export(
     ctx: click.Context,
+    /,
     messages: Messages,
     queue_id: int | None,
     from_offset: int | None,
@@ -91,6 +108,7 @@ def export(
     partition_by: str,
     master: str | None,
     json_output: bool,
+    **filters: Any,
 ) -> None:
     """Write the messages of the store in DIR, one JSON object per line, in the order of the log.
 
@@ -99,9 +117,12 @@ def export(
     are reported on stderr and counted, and the exit code is then 1. With --topic all damage counts, because the topics
     of damaged messages are unknown. Only reads, and works while a writer has the store open.
 
+    Filters such as --key, --from or --grep must all match, and choose like those of `mqstore get`: a line on stderr
+    counts the messages that were read. Missing offsets are then not counted.
+
     With --to, write the messages of one store or many, by their queues, to Parquet files in FOLDER, with the columns of
     the Spark source (needs pyarrow). FOLDER must be new or empty, and appears when it is complete. Without --topic all
-    users' topics are written. --from, --until, --where, --option and --spark need --to.
+    users' topics are written, and --key also finds unique keys. --option and --spark need --to.
     """
     refuse_given(
         ctx,
@@ -110,19 +131,24 @@ def export(
     )
     if to is not None:
         given = {"columns": names(columns), "partition_by": names(partition_by) or ()}
-        _to_folder(messages, to, given, master, json_output=json_output)
+        key, tags = filters["key"], filters["tags"]
+        if key is not None and "," in key:
+            raise click.UsageError("--key with a comma does not go with --to")
+        chosen = [*messages.options, *([f"keys={key}"] if key else []), *([f"tags={tags}"] if tags != "*" else [])]
+        _to_folder(replace(messages, options=tuple(chosen)), to, given, master, json_output=json_output)
         return
-    topics = messages.topics
     if len(messages.stores) > 1:
         raise click.UsageError("several stores need --to")
     directory = Path(messages.stores[0])
-    if queue_id is not None and len(topics) != 1:
+    if queue_id is not None and len(messages.topics) != 1:
         raise click.UsageError("--queue-id needs one --topic")
+    filters |= {name: getattr(messages, name) for name in ("start", "stop", "where")}
+    search = search_of(messages.topics, queue_id, {**filters, "from_offset": from_offset or 0, "limit": max_messages})
     with findings_on_stderr():  # the warning that queues are lost: here they are not needed
         files = StoreFiles(directory)
     printer = FindingPrinter(json_output)
     with files:
-        found = _Found(files, printer, topics, queue_id, from_offset or 0, raw_bodies)
+        found = _Found(files, printer, search, raw_bodies)
         count = 0
         with progress("exporting") as report, lines(output, directory) as file:
             for line in found.lines(report) if max_messages != 0 else ():
@@ -132,11 +158,13 @@ def export(
                     break
         found.print_not_inflated()
     note_front(*files.front)
-    summary = {"ok": not printer.findings and not found.missing, "messages": count, "queues": len(found.queues)}
-    summary["missing"] = found.missing
+    if search:
+        note_searched(search, json_output=json_output)
+    ok = not (printer.findings or found.missing or search.missed)
+    summary = {"ok": ok, "messages": count, "queues": len(found.queues), "missing": found.missing}
     missing = f", {found.missing} messages are missing" if found.missing else ""
     printer.sum_up(summary, f"exported {count} messages of {len(found.queues)} queues{missing}", output)
-    if not summary["ok"]:
+    if not ok:
         ctx.exit(FINDINGS)
 
 
@@ -170,9 +198,7 @@ class _Found:
 
     files: StoreFiles
     printer: FindingPrinter
-    topics: tuple[str, ...]
-    queue_id: int | None
-    from_offset: int
+    search: Search
     raw_bodies: bool
     missing: int = 0
     """Number of queue offsets without a record."""
@@ -195,14 +221,19 @@ class _Found:
 
     def messages(self, progress: Callable[[int, int], None]) -> Iterator[list[Message]]:
         """Yield all chosen messages, some consecutive ones of the log at a time."""
-        for each in self.files.log(self.topics, self.queue_id, progress):
-            if isinstance(each, Finding):
+        chosen = self.search
+        found = chosen.run(self.files) if chosen else self.files.log(chosen.topics, chosen.queue_id, progress)
+        for each in found:
+            if isinstance(each, Message):
+                self.queues.add(each.queue)
+                yield [each]
+            elif isinstance(each, Finding):
                 # After the end of a store that was closed there was no message.
                 self.printer.print(each, counts=not (each.kind == "torn_tail" and self.files.clean_shutdown))
             elif isinstance(each, list):
-                chosen = [message for message in each if message.offset >= self.from_offset]
-                self.queues.update(message.queue for message in chosen)
-                yield chosen
+                messages = [message for message in each if message.offset >= chosen.from_offset]
+                self.queues.update(message.queue for message in messages)
+                yield messages
             else:
                 self._print_gap(*each)
 
@@ -213,7 +244,7 @@ class _Found:
             self.printer.print(Finding("not_inflated", "commitlog", 0, 0, detail))
 
     def _print_gap(self, topic: str, queue_id: int, first: int, stop: int) -> None:
-        first = max(first, self.from_offset)
+        first = max(first, self.search.from_offset)
         if first >= stop:
             return
         self.missing += stop - first

@@ -1,21 +1,31 @@
-"""`mqstore get`: read messages by queue offset, id, key or physical offset, the newest, or follow new ones."""
+"""`mqstore get`: messages by place, by key, time, tag, properties and body, the newest, or new ones as they come."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from itertools import islice
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import click
 
 from mqstore import Message, QueueRef
+from mqstore.admin import Search
 from mqstore.engine import Finding, StoreFiles
-from mqstore.errors import OffsetOutOfRangeError, TopicNotFoundError
-from mqstore_tools.render import body_bytes_option, note, print_finding, print_message, raw_bodies_option
+from mqstore.errors import InvalidMessageError, OffsetOutOfRangeError, TopicNotFoundError
+from mqstore_tools.multi_store import FILTERS, from_option, search_of, until_option, where_option, with_options
+from mqstore_tools.render import (
+    body_bytes_option,
+    note,
+    note_searched,
+    print_finding,
+    print_message,
+    raw_bodies_option,
+)
 from mqstore_tools.shared import (
     FINDINGS,
     StoreCommand,
@@ -28,167 +38,194 @@ from mqstore_tools.shared import (
 
 _MANY = 100
 """Number of unreadable records after which `get` stops searching for a readable one."""
+_FOUND = 32
+"""Default limit of a search."""
 _PAUSE_S = 0.1
-_IN_A_QUEUE = ("queue_id", "offset", "tag")
+_CHOICE = ("topic", "queue_id", "offset", "max_messages", "start", "stop", "where", "key", "unique_key", "tags", "grep")
 _NO_GOOD = {
-    "--last": ("offset", "max_messages"),
-    "--follow": ("offset", "max_messages"),
-    "--key": _IN_A_QUEUE,
-    "--unique-key": _IN_A_QUEUE,
-    "--message-id": ("topic", "max_messages", *_IN_A_QUEUE),
-    "--physical-offset": ("topic", "max_messages", *_IN_A_QUEUE),
+    "last": ("offset", "max_messages"),
+    "follow": ("offset", "max_messages"),
+    "message_id": _CHOICE,
+    "physical_offset": _CHOICE,
 }
 """Options that have no effect with another one. They are refused, because the user expects an effect."""
-_WAYS = ("last", "follow", "key", "unique_key", "message_id", "physical_offset")
 
 
 @click.command(
     cls=StoreCommand,
-    short_help="Print messages by offset, id or key, the newest, or follow new ones.",
+    short_help="Print messages by place, key, time or content, or follow new ones.",
     epilog="""\b
 Examples:
-  mqstore get var/mq --topic orders --offset 100 --max-messages 5
-  mqstore get var/mq --topic orders --key o-17 --json
+  mqstore get var/mq --topic orders --offset 100 --limit 5
+  mqstore get var/mq --key o-17 --json
+  mqstore get var/mq --from 2026-01-31T02:00 --until 2026-01-31T02:10 \\
+      --grep 'card \\d+ refused'
+  mqstore get var/mq --topic orders --where "amount > 100" --from 1h
   mqstore get var/mq --topic orders --last 10 --follow
-  mqstore get var/mq --message-id 7F000001000000000000000000000400
+  mqstore get var/mq --id 7F000001000000000000000000000400
   mqstore get var/mq --physical-offset 1024""",
 )
-@directory_argument
-@click.option("--topic", help="Topic to read, or to search with --key or --unique-key.")
-@click.option("--queue-id", type=click.IntRange(0), help="Queue to read (default 0; all with --last or --follow).")
-@click.option("--offset", type=click.IntRange(0), help="First queue offset (default: the first readable one).")
-@click.option("--max-messages", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--last", type=click.IntRange(1), metavar="N", help="The newest N messages, by store time.")
-@click.option(
-    "--follow", "-f", is_flag=True, help="Print new messages until interrupted; with --last, after the newest."
+@with_options(
+    directory_argument,
+    click.option("--topic", help="Topic to read or search. Default of a search: all."),
+    click.option("--queue-id", type=click.IntRange(0), help="Queue to read (default 0). Default of a search: all."),
+    click.option("--offset", type=click.IntRange(0), help="First queue offset (default: the first readable one)."),
+    click.option(
+        "--limit",
+        "--max-messages",
+        "max_messages",
+        type=click.IntRange(1),
+        metavar="N",
+        help=f"Print at most N messages (default 1, {_FOUND} of a search).",
+    ),
+    click.option("--last", type=click.IntRange(1), metavar="N", help="The newest N messages, by store time."),
+    click.option(
+        "--follow", "-f", is_flag=True, help="Print new messages until interrupted; with --last, after the newest."
+    ),
+    *FILTERS,
+    from_option,
+    until_option,
+    where_option,
+    click.option("--id", "--message-id", "message_id", help="The message with this message id, or unique key."),
+    click.option("--physical-offset", type=click.IntRange(0), help="The message whose record starts there."),
+    body_bytes_option,
+    raw_bodies_option,
+    json_option,
 )
-@click.option("--tag", metavar="EXPR", default="*", help="Only messages with these tags, as in 'created || paid'.")
-@click.option("--key", help="Messages with this key, newest first.")
-@click.option("--unique-key", help="Messages with this unique key, newest first.")
-@click.option("--message-id", help="The message with this offset message id.")
-@click.option("--physical-offset", type=click.IntRange(0), help="The message whose record starts there.")
-@body_bytes_option
-@raw_bodies_option
-@json_option
 @click.pass_context
 def get(
     ctx: click.Context,
+    /,
     directory: Path,
     topic: str | None,
     queue_id: int | None,
     offset: int | None,
-    max_messages: int,
+    max_messages: int | None,
     last: int | None,
     follow: bool,
-    tag: str,
-    key: str | None,
-    unique_key: str | None,
     message_id: str | None,
     physical_offset: int | None,
     body_bytes: int,
     raw_bodies: bool,
     json_output: bool,
+    **filters: Any,
 ) -> None:
     """Print messages of the store in DIR.
 
-    Choose one of: --topic (with --queue-id, --offset, --max-messages, --tag), --topic with --last, --follow or both
-    (with --queue-id, --tag), --topic with --key or --unique-key, --message-id, or --physical-offset. --json prints one
-    object per line, like `export`.
+    Choose a place: --topic (with --queue-id, --offset), --topic with --last or --follow, --id, or --physical-offset.
+    Or search: --key, --unique-key, --tag, --from, --until, --where and --grep must all match. A search without --topic
+    reads all topics. Copies for a retry, a delay or a dead letter are found in the topics where they are stored, not by
+    the --topic to which they were sent. A filter also chooses among the messages of a place.
 
-    Exit code 1 if no message is found, or if messages may be missing from the output. Damage is reported on stderr, and
-    so is a queue that lacks messages of the log, or a lost index.
+    A search uses the index for keys, the queues of a --topic, or else the log, and reads only the time that is asked
+    for. Keys are found newest first, everything else in the order of the log. A line on stderr counts the messages that
+    were read, with --json as JSON. --grep reads bodies decompressed, as bytes; a pattern that backtracks without end
+    takes its time.
+
+    --json prints one object per line, like `export`. Exit code 1 if no message is found, or if messages may be missing
+    from the output. Damage is reported on stderr, and so is a queue that lacks messages of the log, or a lost index.
     """
-    ways = [f"--{name.replace('_', '-')}" for name in _WAYS if was_given(ctx, name)]
-    if len(ways) > 1 and ways != ["--last", "--follow"]:
-        raise click.UsageError(f"give only one of {' and '.join(ways)}")
-    if topic is None and (not ways or ways[0] not in ("--message-id", "--physical-offset")):
-        raise click.UsageError("give --topic, --message-id or --physical-offset")
+    ways = [name for name in _NO_GOOD if was_given(ctx, name)]
+    if len(ways) > 1 and ways != ["last", "follow"]:
+        raise click.UsageError(f"give only one of {' and '.join(map(_option, ways))}")
     if ways:
-        refuse_given(ctx, _NO_GOOD[ways[0]], f"does not go with {ways[0]}")
-    if ways and ways[0] in ("--key", "--unique-key") and not was_given(ctx, "max_messages"):
-        max_messages = 32
-    max_messages = last or max_messages
+        refuse_given(ctx, _NO_GOOD[ways[0]], f"does not go with {_option(ways[0])}")
+    search = search_of(() if topic is None else (topic,), queue_id, filters)
+    searches = bool(search) and offset is None and not ways
+    if topic is None and not searches and not {*ways} & {"message_id", "physical_offset"}:
+        raise click.UsageError("give --topic, --id, --physical-offset, or a filter")
+    search.limit = max_messages = last or max_messages or (_FOUND if searches else 1)
+    show = partial(print_message, json_output=json_output, body_bytes=body_bytes, raw_body=raw_bodies)
     positions: dict[QueueRef, int] = {}
+    shown = unread = undecoded = 0
     with StoreFiles(directory) as store:
-        findings: list[Finding] = []
-        messages: list[Message] = []
+        found: Iterable[Message | Finding] = ()
         incomplete: QueueRef | None = None
         place = physical_offset if message_id is None else message_id
         try:
-            if last is not None or follow:
+            if place is not None:
+                found = _at(store, place, search)
+            elif searches:
+                found = search.run(store)
+            elif last is not None or follow:
                 assert topic is not None
-                messages, findings = _newest(store, topic, queue_id, last or 0, tag, positions, follow=follow)
-            elif place is not None:
-                messages = [store.at(place)]
-            elif key is not None or unique_key is not None:
-                assert topic is not None
-                messages = store.find(topic, key=key, unique_key=unique_key, limit=max_messages)
-            elif tag != "*":
-                assert topic is not None
-                queue = QueueRef(topic, queue_id or 0)
-                _bounds(store, *queue)
-                messages = [*islice(store.iter(queue, offset, tag), max_messages)]
+                found = _newest(store, topic, queue_id, last or 0, search, positions, follow=follow)
             else:
                 assert topic is not None
-                messages, findings = _walk(store, topic, queue_id or 0, offset, max_messages)
-            if topic is not None and len(messages) < max_messages:
+                found = _walk(store, topic, queue_id or 0, offset, search)
+            for item in found:
+                if isinstance(item, Finding):
+                    unread += 1
+                    print_finding(item, stderr=True)
+                else:
+                    shown += 1
+                    undecoded += not show(item)
+            if topic is not None and shown < max_messages:
                 incomplete = store.unlisted_queue(topic)
         except (TopicNotFoundError, OffsetOutOfRangeError):
             assert topic is not None
             incomplete = store.unlisted_queue(topic)
             if incomplete is None:
                 raise
-        except LookupError:
-            findings = [] if place is None else store.damage_at(place)
-            if not findings:
-                raise
-        shown = [
-            print_message(message, json_output=json_output, body_bytes=body_bytes, raw_body=raw_bodies)
-            for message in messages
-        ]
-        for finding in findings:
-            print_finding(finding, stderr=True)
         if follow:
             assert topic is not None
             try:
                 sys.stdout.flush()  # a program that reads from the pipe waits for each message
-                for message in _coming(store, topic, queue_id, tag, positions):
-                    print_message(message, json_output=json_output, body_bytes=body_bytes, raw_body=raw_bodies)
+                for item in search.passing(_coming(store, topic, queue_id, positions)):
+                    assert isinstance(item, Message)
+                    show(item)
                     sys.stdout.flush()
             except KeyboardInterrupt:
                 return
-        bad = 0 if findings else store.bad_records
-        doubt = store.index_doubt() if key is not None or unique_key is not None else ""
+        bad = 0 if unread else store.bad_records
     if not shown:
         note("no message")
     if bad:
         note(f"{bad} damaged records were skipped; see `mqstore verify`")
     if incomplete is not None:
         note_incomplete(incomplete, directory)
-    if doubt:
-        note(f"{doubt}, so keys may be missed: run `mqstore recover {directory} --rebuild index`")
-    if bad or findings or incomplete is not None or doubt or not shown or not all(shown):
+    if search:
+        note_searched(search, json_output=json_output, limited=shown == max_messages)
+    if bad or unread or incomplete is not None or search.missed or not shown or undecoded:
         ctx.exit(FINDINGS)
 
 
+def _option(name: str) -> str:
+    return "--id" if name == "message_id" else f"--{name.replace('_', '-')}"
+
+
+def _at(store: StoreFiles, place: int | str, search: Search) -> list[Message | Finding]:
+    """Return the message at a physical offset, or those with an id: the address of a record, or a unique key.
+    If there is none, return the damage there. Raises LookupError, and InvalidMessageError."""
+    try:
+        return [store.at(place)]
+    except (LookupError, InvalidMessageError) as error:
+        found: list[Message | Finding] = []
+        if isinstance(place, str):
+            search.unique_key = place
+            found = [*search.run(store)]
+        if not found and isinstance(error, LookupError):
+            found = [*store.damage_at(place)]
+        if not found:
+            raise
+        return found
+
+
 def _walk(
-    store: StoreFiles, topic: str, queue_id: int, offset: int | None, max_messages: int
-) -> tuple[list[Message], list[Finding]]:
-    """Return the messages from `offset` on, and findings for unreadable ones before the last message."""
+    store: StoreFiles, topic: str, queue_id: int, offset: int | None, search: Search
+) -> Iterator[Message | Finding]:
+    """Yield the messages from `offset` on that match, and findings for unreadable ones before the last message."""
     queue = QueueRef(topic, queue_id)
     low, high = _bounds(store, topic, queue_id)[queue]
     if offset is not None and not low <= offset < max(high, 1):
         raise OffsetOutOfRangeError(f"{topic}, queue {queue_id}, holds offsets from {low} to before {high}", low, high)
-    messages: list[Message] = []
-    findings: list[Finding] = []
-    for item in store.walk(queue, offset):
-        if isinstance(item, Finding):
-            findings.append(item)
-        else:
-            messages.append(item)
-        if len(messages) == max_messages or len(findings) == _MANY:
+    left, bad = search.limit or _FOUND, _MANY
+    for item in search.passing(store.walk(queue, offset)):
+        yield item
+        bad -= isinstance(item, Finding)
+        left -= isinstance(item, Message)
+        if not left or not bad:
             break
-    return messages, findings
 
 
 def _bounds(store: StoreFiles, topic: str, queue_id: int | None) -> dict[QueueRef, tuple[int, int]]:
@@ -208,12 +245,12 @@ def _newest(
     topic: str,
     queue_id: int | None,
     count: int,
-    tag: str,
+    search: Search,
     positions: dict[QueueRef, int],
     *,
     follow: bool,
-) -> tuple[list[Message], list[Finding]]:
-    """Return the last `count` messages and findings for unreadable ones. Sets the `positions` of all queues."""
+) -> list[Message | Finding]:
+    """Return the last `count` messages that match, and findings for unreadable ones. Sets the `positions` of queues."""
     bounds: dict[QueueRef, tuple[int, int]] = {}
     try:
         bounds = _bounds(store, topic, queue_id)
@@ -229,21 +266,19 @@ def _newest(
         while high > low and len(of_queue) < count:
             # Backwards in growing steps, because a filter or damage may leave few messages of a step.
             start = max(low, high - step)
-            items = list(store.walk(ref, start, high, tag))
+            items = [*search.passing(store.walk(ref, start, high))]
             findings += [item for item in items if isinstance(item, Finding)]
             of_queue[:0] = [item for item in items if isinstance(item, Message)]
             high = start
             step = min(2 * step, 4096)
         newest += of_queue
     newest.sort(key=attrgetter("store_timestamp_ms", "physical_offset"))
-    return newest[-count:] if count else [], findings
+    return [*(newest[-count:] if count else []), *findings]
 
 
-def _coming(
-    store: StoreFiles, topic: str, queue_id: int | None, tag: str, positions: dict[QueueRef, int]
-) -> Iterator[Message]:
+def _coming(store: StoreFiles, topic: str, queue_id: int | None, positions: dict[QueueRef, int]) -> Iterator[Message]:
     """Yield new messages from `positions` on. The topic may not exist yet."""
     while True:
         with suppress(TopicNotFoundError):
-            yield from store.follow(topic, positions, tag, queue_id)
+            yield from store.follow(topic, positions, "*", queue_id)
         time.sleep(_PAUSE_S)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from mqstore.errors import ConfigError
-from mqstore_tools.session import moment
+from mqstore_tools.session import moment, to_ms
+
+if TYPE_CHECKING:
+    from mqstore.admin import Search
 
 stores_argument = click.argument("stores", metavar="DIR...", nargs=-1, required=True)
 spark_option = click.option(
@@ -49,18 +52,34 @@ class Messages:
         return select(self.stores, topics=topics, start=self.start, stop=self.stop, where=self.where, options=options)
 
 
+from_option = click.option(
+    "--from",
+    "start",
+    type=_time,
+    metavar="TIME",
+    help="Only messages stored since a time (UTC by default) or an age (36h).",
+)
+until_option = click.option(
+    "--until", "stop", type=_time, metavar="TIME", help="Only messages stored before a time or an age."
+)
+where_option = click.option(
+    "--where", metavar="SQL", help="Only messages whose properties match this SQL92 expression."
+)
+FILTERS = (
+    click.option("--key", help="Only messages with this key, newest first."),
+    click.option("--unique-key", help="Only messages with this unique key, newest first."),
+    click.option("--tag", "tags", metavar="EXPR", default="*", help="Only these tags, as in 'created || paid'."),
+    click.option(
+        "--grep", metavar="PATTERN", help="Only messages whose body has a match of this Python regular expression."
+    ),
+)
+"""Options that choose messages of one store, besides those of `message_options`: fields of `mqstore.admin.Search`."""
 _CHOICE = (
     stores_argument,
     topic_option,
-    click.option(
-        "--from",
-        "start",
-        type=_time,
-        metavar="TIME",
-        help="Only messages stored since a time (UTC by default) or an age (36h).",
-    ),
-    click.option("--until", "stop", type=_time, metavar="TIME", help="Only messages stored before a time or an age."),
-    click.option("--where", metavar="SQL", help="Only messages whose properties match this SQL92 expression."),
+    from_option,
+    until_option,
+    where_option,
     click.option(
         "--option",
         "options",
@@ -78,10 +97,27 @@ def message_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_messages(**values: Any) -> Any:
         return command(messages=Messages(**{name: values.pop(name) for name in Messages.__slots__}), **values)
 
-    decorated: Callable[..., Any] = with_messages
-    for option in reversed(_CHOICE):
-        decorated = option(decorated)
-    return decorated
+    return with_options(*_CHOICE)(with_messages)
+
+
+def search_of(topics: tuple[str, ...], queue_id: int | None, filters: Mapping[str, Any]) -> Search:
+    """Return the search of `FILTERS`, `from_option`, `until_option` and `where_option`. Raises FilterError."""
+    from mqstore.admin import Search
+
+    given = dict(filters)
+    start, stop = (None if (when := given.pop(name)) is None else to_ms(when) for name in ("start", "stop"))
+    return Search(topics, queue_id, start_ms=start, stop_ms=stop, **given)
+
+
+def with_options(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that adds these arguments and options, in this order."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 def duration(value: Any) -> float:

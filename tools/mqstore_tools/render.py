@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -26,6 +26,9 @@ from rich.text import Text
 from mqstore import Message
 from mqstore.engine import Finding, row_of
 from mqstore.errors import FormatError
+
+if TYPE_CHECKING:
+    from mqstore.admin import Search
 
 _WIDE = 1 << 20
 """Width of output to a pipe or file, so that each row of a table is one line."""
@@ -290,6 +293,18 @@ body_bytes_option = click.option(
 raw_bodies_option = click.option(
     "--raw-bodies", is_flag=True, help="Do not decompress bodies; sys_flag has the compression."
 )
+
+
+def note_searched(search: Search, *, json_output: bool, limited: bool = False) -> None:
+    """Print on stderr the figures of a search, why it may lack messages, and that it was limited."""
+    figures = search.as_dict()
+    if json_output:
+        print(as_json({**VERSION, "searched": {**figures, "limited": limited}}), file=sys.stderr)
+        return
+    read = f"{search.messages} messages of {show_bytes(search.bytes)}, segments: {figures['segments']}"
+    note(f"searched by {search.by or 'queue'}: {read}" + ("; there may be more (--limit)" if limited else ""))
+    for why in search.missed:
+        note(f"not searched: {why}")
 
 
 def export_row(message: Message, *, raw_body: bool = False) -> dict[str, Any]:

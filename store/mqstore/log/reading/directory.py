@@ -61,11 +61,6 @@ class StoreFiles(Closing):
         position = decode_message_id(place)[1] if isinstance(place, str) else place
         return [*damage_at(self._store, position)]
 
-    def find(self, topic: str, *, key: str | None = None, unique_key: str | None = None, limit: int) -> list[Message]:
-        """Return messages of a topic with a key, or a unique key, newest first. Raises TopicNotFoundError."""
-        self._store.queues(topic)
-        return self._store.find(topic, key=key, unique_key=unique_key, limit=limit)
-
     # -- a queue ----------------------------------------------------------------------------------------------------
 
     def bounds(self, topic: str) -> dict[QueueRef, tuple[int, int]]:
@@ -73,18 +68,9 @@ class StoreFiles(Closing):
         Raises TopicNotFoundError."""
         return {ref: self._store.offsets(*ref) for ref in self._store.queues(topic)}
 
-    def iter(self, queue: QueueRef, start: int | None, tags: str) -> Iterator[Message]:
-        """Yield the messages of a queue with these tags, from the offset `start` or the first one on."""
-        return self._store.iter(*queue, start="earliest" if start is None else start, tags=tags)
-
-    def walk(
-        self, queue: QueueRef, start: int | None = None, stop: int | None = None, tags: str = "*"
-    ) -> Iterator[Message | Finding]:
-        """Yield the messages of queue offsets [start, stop) with these tags, and a finding for each that is damaged."""
-        wanted = parse_tags(tags, queue.topic)
-        for item in walk_queue(self._store, *queue, start, stop):
-            if isinstance(item, Finding) or wanted is None or wanted.apply([item]):
-                yield item
+    def walk(self, queue: QueueRef, start: int | None = None, stop: int | None = None) -> Iterator[Message | Finding]:
+        """Yield the messages of queue offsets [start, stop), and a finding for each that is damaged."""
+        return walk_queue(self._store, *queue, start, stop)
 
     def follow(
         self, topic: str, positions: dict[QueueRef, int], tags: str, queue_id: int | None = None
@@ -154,10 +140,6 @@ class StoreFiles(Closing):
     def bad_records(self) -> int:
         """Number of records that `iter`, `find` and `follow` passed over since they do not verify."""
         return self._store.stats().bad_records
-
-    def index_doubt(self) -> str:
-        """Return why `find` may miss messages, or "" if nothing shows that."""
-        return self._store.parts.index_doubt()
 
     def unlisted_queue(self, topic: str) -> QueueRef | None:
         """Return a queue of the topic that does not list all its messages, and that no writer will complete."""

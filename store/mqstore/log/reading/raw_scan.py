@@ -110,12 +110,18 @@ def _lost_behind(store: StoreReader, verifier: Verifier, wanted: Callable[[str, 
 
 
 def walk_queue(
-    store: StoreReader, topic: str, queue_id: int, start: int | None = None, stop: int | None = None
+    store: StoreReader,
+    topic: str,
+    queue_id: int,
+    start: int | None = None,
+    stop: int | None = None,
+    *,
+    step: int = _STEP,
 ) -> Iterator[Message | Finding]:
     """Yield the messages of queue offsets [start, stop) in order, and a `Finding` for unreadable ones.
 
-    `start` None means the first offset, and a lower one is raised to it. `stop` None means the present end. Needs
-    bounded memory. Raises TopicNotFoundError.
+    `start` None means the first offset, and a lower one is raised to it. `stop` None means the present end. Reads
+    `step` messages at once. Raises TopicNotFoundError.
     """
     low, high = store.offsets(topic, queue_id)
     queue = store.queue_table.get(topic, queue_id)
@@ -124,7 +130,7 @@ def walk_queue(
     end = high if stop is None else min(stop, high)
     missing: set[str] = set()
     while position < end:
-        count = min(_STEP, end - position)
+        count = min(step, end - position)
         result = store.get(topic, queue_id, position, count, tell=False)
         if result.status == "OFFSET_TOO_SMALL":  # retention ran meanwhile
             position = result.min_offset

@@ -9,6 +9,7 @@ half-written record, so reading stops before it.
 from __future__ import annotations
 
 import logging
+import mmap
 from collections.abc import Callable
 from itertools import pairwise, repeat
 from types import ModuleType
@@ -260,9 +261,13 @@ class RecordReader:
         check = check_record(buffer, at, len(buffer), physical_offset, self._checksum)
         if check.status != "ok":
             raise LookupError(f"{self._root} has no message at physical offset {physical_offset}: {check.detail}")
+        return self.decoded(buffer, segment.start, at)
+
+    def decoded(self, buffer: mmap.mmap, base: int, at: int) -> Message:
+        """Return the message of the record at byte `at` of a segment that starts at `base`. The record is verified."""
         record = decode_record(buffer, at)
         code = tags_code_at(buffer, at, self._delay_table_ms)
-        unit = UNIT.pack(physical_offset, record.total_size, code)
+        unit = UNIT.pack(base + at, record.total_size, code)
         ref = QueueRef(record.topic, record.queue_id)
         batch = UnitBatch(ref, buffer, unit, record.queue_offset, self.finder(record.topic))
         return Message(batch, at, record.queue_offset)
