@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+import textwrap
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import grimp
+import pytest
+
+from mqstore.native import kernel
+from tests.client.aiosupport import environment
 
 TESTS = Path(__file__).parent
 IMPORT = re.compile(r"\s*(from tests\S*\.test_|from tests\S* import .*\btest_|import tests\S*\.test_)")
@@ -28,3 +35,25 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     imported = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
 
     TopologicalSorter(imported).prepare()  # CycleError names the circle
+
+
+@pytest.mark.skipif(kernel is None, reason="without compiled parts records are read as arrays")
+def test_a_job_needs_no_numpy(tmp_path: Path) -> None:
+    code = """
+        import sys
+        import mqstore
+
+        for turn in range(3):
+            with mqstore.open(sys.argv[1]) as store:
+                queue = store.queue("jobs")
+                for number in range(100 * turn + 1):
+                    queue.put(b"%d" % number)
+                for _ in range(len(queue)):
+                    queue.get().ack()
+                store.put("topic", b"body", keys="key", tag="tag")
+                store.broker.stats()
+            loaded = {"asyncio", "crc32c", "difflib", "email", "hashlib", "numpy"} & {*sys.modules}
+            assert not loaded, (turn, loaded)
+    """
+    run = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "store")]
+    subprocess.run(run, check=True, timeout=60, env=environment())

@@ -29,19 +29,14 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
 from mqstore.broker.tables.groups import RetryPolicy, backoff, exponential
-from mqstore.client.allocation import fixed_queues
 from mqstore.client.codecs import BYTES, JSON, TEXT, Codec
 from mqstore.client.delivery import Delivery
 from mqstore.client.interceptors import DeliveryResult, Interceptor
-from mqstore.client.pull.consumer import PullConsumer
-from mqstore.client.push.consumer import PushConsumer
 from mqstore.client.push.handlers import COMMIT, ROLLBACK, BatchFailure, Reject, Retry
-from mqstore.client.push.workers import cancelled
-from mqstore.client.send.producer import Producer
-from mqstore.client.simpleconsumer import SimpleConsumer
 from mqstore.client.task import Task
 from mqstore.clock import SimulatedClock
 from mqstore.errors import MQStoreError, QueueEmpty, QueueFull, QueueShutDown
+from mqstore.lazy import lazy
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.writing.outgoing import Body, OutgoingMessage
@@ -54,20 +49,18 @@ if TYPE_CHECKING:
     from mqstore import admin as admin
     from mqstore import aio as aio
     from mqstore import engine as engine
+    from mqstore.client import Producer as Producer
+    from mqstore.client import PullConsumer as PullConsumer
+    from mqstore.client import PushConsumer as PushConsumer
+    from mqstore.client import SimpleConsumer as SimpleConsumer
+    from mqstore.client.allocation import fixed_queues as fixed_queues
+    from mqstore.client.push.workers import cancelled as cancelled
     from mqstore.client.typedcodecs import DATACLASS as DATACLASS
     from mqstore.client.typedcodecs import MSGPACK as MSGPACK
     from mqstore.client.typedcodecs import PYDANTIC as PYDANTIC
     from mqstore.remote.store import connect as connect
 
 _MODULES = ("admin", "aio", "engine", "errors")
-_LATER = {
-    "connect": "mqstore.remote.store",
-    "DATACLASS": "mqstore.client.typedcodecs",
-    "MSGPACK": "mqstore.client.typedcodecs",
-    "PYDANTIC": "mqstore.client.typedcodecs",
-}
-"""Names whose modules are loaded when somebody first uses the name."""
-
 __all__ = [
     "BYTES",
     "COMMIT",
@@ -170,13 +163,26 @@ def open(
     return store
 
 
+_of_module = lazy(
+    __name__,
+    {
+        "DATACLASS": ".client.typedcodecs",
+        "MSGPACK": ".client.typedcodecs",
+        "PYDANTIC": ".client.typedcodecs",
+        "Producer": ".client",
+        "PullConsumer": ".client",
+        "PushConsumer": ".client",
+        "SimpleConsumer": ".client",
+        "cancelled": ".client.push.workers",
+        "connect": ".remote.store",
+        "fixed_queues": ".client.allocation",
+    },
+)
+
+
 def __getattr__(name: str) -> Any:
-    """Return a module, or an object of one, that is loaded when it is first asked for."""
-    if name in _MODULES:
-        return import_module(f"mqstore.{name}")
-    if name in _LATER:
-        return getattr(import_module(_LATER[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Return a module, class or function that is imported when it is first asked for."""
+    return import_module(f"mqstore.{name}") if name in _MODULES else _of_module(name)
 
 
 def __dir__() -> list[str]:

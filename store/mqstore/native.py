@@ -2,6 +2,7 @@
 
     kernel      the module `mqstore._native` (store/native), or None: Python and numpy then do the same work
     why_not     reason why `kernel` is None, or ""
+    crc32c      checksum of bytes
     fence       keep loads and stores of mappings in order, for other processes that map the same file
 
 The compiled parts are optional. Each use of `kernel` is next to the Python code that defines it. MQSTORE_NATIVE=0 in
@@ -20,7 +21,7 @@ from typing import Any, TypeVar, cast
 
 _Put = TypeVar("_Put", bound=Callable[..., Any])
 
-_VERSION = 31
+_VERSION = 32
 """Version of the functions' parameters and results. A module built from older sources is not used."""
 
 
@@ -54,6 +55,18 @@ fence: Callable[[], None] = _fence if kernel is None else kernel.fence
 
 Processors such as arm64 may show stores to other processors out of order, also stores to a mapped file.
 """
+
+
+def _sums() -> Callable[..., int]:
+    if kernel is not None:
+        return kernel.crc32c  # type: ignore[no-any-return]
+    from crc32c import crc32c  # it takes as long to import as a third of mqstore
+
+    return crc32c
+
+
+crc32c: Callable[..., int] = _sums()
+"""Return the CRC-32C of bytes. A second argument is the CRC-32C of the preceding bytes."""
 
 
 class Sending:

@@ -17,19 +17,17 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
-from functools import partial
+from functools import partial, update_wrapper
 from os import PathLike
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar, Unpack, overload
 from weakref import WeakSet
 
+from mqstore import client
 from mqstore.broker.names import is_system_topic
 from mqstore.broker.opening import CONFIG_CHECKS, findings, open_broker
 from mqstore.client.codecs import Codec, T
-from mqstore.client.pull.consumer import PullConsumer
-from mqstore.client.push.consumer import PushConsumer
-from mqstore.client.send.producer import Producer
-from mqstore.client.simpleconsumer import SimpleConsumer
 from mqstore.closing import Closing
 from mqstore.contract import BrokerContract, DeadLetters, SendOptions
 from mqstore.errors import ConfigError, OffsetOutOfRangeError, ReadOnlyStoreError, TopicNotFoundError
@@ -37,9 +35,7 @@ from mqstore.files.lock import refusal_to_reader
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.reading.reader import to_ms
-from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.report import Finding, RecoveryReport
-from mqstore.log.snapshot.copy import SnapshotReport, snapshot_store
 from mqstore.log.stats import StoreStats
 from mqstore.log.store import MessageStore
 from mqstore.log.writing.outgoing import Body, OutgoingMessage
@@ -50,6 +46,8 @@ from mqstore.signalsafe import check_holds_none
 
 if TYPE_CHECKING:
     from mqstore.broker.broker import Broker
+    from mqstore.log.reading.readonly import ReadOnlyMessageStore
+    from mqstore.log.snapshot.copy import SnapshotReport
     from mqstore.serve.thread import ServerThread
 
 _log = logging.getLogger("mqstore")
@@ -78,18 +76,31 @@ def _close_all() -> None:
             _log.exception("%s: not closed cleanly", store.path)
 
 
+class _Maker:
+    """Method with the parameters of a class, except the broker. The class is imported when they are asked for."""
+
+    def __init__(self, kind: Callable[[], Any], method: Callable[..., Any]) -> None:
+        self._kind = kind
+        update_wrapper(self, method)
+
+    def __get__(self, store: Store | None, owner: type) -> Any:
+        return self if store is None else MethodType(self, store)
+
+    def __call__(self, store: Store, /, *args: Any, **options: Any) -> Any:
+        return self.__wrapped__(store, *args, **options)  # type: ignore[attr-defined]
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        kind = self._kind()
+        broker, *others = inspect.signature(kind).parameters.values()
+        store = broker.replace(name="self", annotation=broker.empty)
+        return inspect.Signature([store, *others], return_annotation=kind)
+
+
 def _takes_options_of(
-    kind: Callable[Concatenate[BrokerContract, _P], _T],
+    kind: Callable[[], Callable[Concatenate[BrokerContract, _P], _T]],
 ) -> Callable[[Callable[..., _T]], Callable[Concatenate[Any, _P], _T]]:
-    """Give a method the parameters of the class `kind`, except the broker."""
-    broker, *others = inspect.signature(kind).parameters.values()
-
-    def decorate(method: Callable[..., _T]) -> Callable[Concatenate[Any, _P], _T]:
-        parameters = [broker.replace(name="self", annotation=broker.empty), *others]
-        method.__signature__ = inspect.Signature(parameters, return_annotation=kind)  # type: ignore[attr-defined]
-        return method
-
-    return decorate
+    return partial(_Maker, kind)
 
 
 def _in_time(end: Callable[[float], object], until: float) -> None:
@@ -131,6 +142,8 @@ class Store(Closing, Sending):
             raise ConfigError(f"mode must be 'rw' or 'r', not {mode!r}")
         check_durability(durability)
         if mode == "r":
+            from mqstore.log.reading.readonly import ReadOnlyMessageStore
+
             self.log = ReadOnlyMessageStore(path, profile=profile, config=config)
             return
         # Assigned before it opens anything, so that it can be closed after any error of a signal handler.
@@ -158,8 +171,8 @@ class Store(Closing, Sending):
 
     def _prepare(self) -> None:
         self._pid = os.getpid()
-        self._consumers: WeakSet[PullConsumer | PushConsumer | SimpleConsumer] = WeakSet()
-        self._producers: WeakSet[Producer] = WeakSet()
+        self._consumers: WeakSet[client.PullConsumer | client.PushConsumer | client.SimpleConsumer] = WeakSet()
+        self._producers: WeakSet[client.Producer] = WeakSet()
         self._queues: WeakSet[Queue[Any]] = WeakSet()
         self._servers: list[ServerThread] = []
 
@@ -420,39 +433,39 @@ class Store(Closing, Sending):
     @overload
     def queue(self, name: str, *, codec: None = None, **options: Unpack[QueueOptions]) -> Queue[bytes]: ...
 
-    @_takes_options_of(Queue)  # type: ignore[misc]  # for `help`, which shows no overloads
+    @_takes_options_of(lambda: Queue)  # type: ignore[misc]  # for `help`, which shows no overloads
     def queue(self, *args: Any, **options: Any) -> Queue[Any]:
         """Return a persistent queue with the verbs of `queue.Queue`. See `Queue`."""
         queue: Queue[Any] = Queue(self.broker, *args, **options)
         self._queues.add(queue)
         return queue
 
-    @_takes_options_of(Producer)
-    def producer(self, *args: Any, **options: Any) -> Producer:
+    @_takes_options_of(lambda: client.Producer)
+    def producer(self, *args: Any, **options: Any) -> client.Producer:
         """Return a producer of messages, one or many, now or later, or in transactions. See `Producer`."""
-        producer = Producer(self.broker, *args, **options)
+        producer = client.Producer(self.broker, *args, **options)
         self._producers.add(producer)
         return producer
 
-    @_takes_options_of(SimpleConsumer)
-    def simple_consumer(self, *args: Any, **options: Any) -> SimpleConsumer:
+    @_takes_options_of(lambda: client.SimpleConsumer)
+    def simple_consumer(self, *args: Any, **options: Any) -> client.SimpleConsumer:
         """Return a consumer that receives messages on request, each leased for a time. See `SimpleConsumer`.
         `topics` maps names to tags, "*" for all."""
-        consumer = SimpleConsumer(self.broker, *args, **options)
+        consumer = client.SimpleConsumer(self.broker, *args, **options)
         self._consumers.add(consumer)
         return consumer
 
-    @_takes_options_of(PullConsumer)
-    def pull_consumer(self, *args: Any, **options: Any) -> PullConsumer:
+    @_takes_options_of(lambda: client.PullConsumer)
+    def pull_consumer(self, *args: Any, **options: Any) -> client.PullConsumer:
         """Return a consumer that reads when it is polled, and keeps its offsets. See `PullConsumer`."""
-        consumer = PullConsumer(self.broker, *args, **options)
+        consumer = client.PullConsumer(self.broker, *args, **options)
         self._consumers.add(consumer)
         return consumer
 
-    @_takes_options_of(PushConsumer)
-    def push_consumer(self, *args: Any, **options: Any) -> PushConsumer:
+    @_takes_options_of(lambda: client.PushConsumer)
+    def push_consumer(self, *args: Any, **options: Any) -> client.PushConsumer:
         """Return a consumer that calls handlers on its own threads. See `PushConsumer`."""
-        consumer = PushConsumer(self.broker, *args, **options)
+        consumer = client.PushConsumer(self.broker, *args, **options)
         self._consumers.add(consumer)
         return consumer
 
@@ -520,6 +533,8 @@ class Store(Closing, Sending):
         ...         report.messages, report.findings, [m.body for m in copy.read(*receipt.queue, 0)]
         (1, [], [b'hello'])
         """
+        from mqstore.log.snapshot.copy import snapshot_store
+
         self.log.check_open()
         return snapshot_store(
             self.path,
@@ -552,7 +567,7 @@ class Store(Closing, Sending):
         It waits for none, so that a hanging consumer does not leave the others running. An application calls `close`.
         """
         self._end_all(
-            consumer._stop_handlers for consumer in tuple(self._consumers) if isinstance(consumer, PushConsumer)
+            consumer._stop_handlers for consumer in tuple(self._consumers) if isinstance(consumer, client.PushConsumer)
         )
 
     def _close_stopped(self, timeout_s: float, until: float) -> None:
@@ -561,16 +576,16 @@ class Store(Closing, Sending):
         if os.getpid() != self._pid:
             return
         consumers = tuple(self._consumers)
-        pushing = [each for each in consumers if isinstance(each, PushConsumer)]
+        pushing = [each for each in consumers if isinstance(each, client.PushConsumer)]
         # Idle consumers first, so that their offsets are saved before the wait for a handler that hangs. Halting again
         # only counts the handlers that run.
-        pushing.sort(key=PushConsumer._stop_handlers)
+        pushing.sort(key=lambda each: each._stop_handlers())
         self._end_all(server.close for server in self._servers)  # first, while what its clients wait for still works
         self._end_all(partial(_in_time, each.stop, until) for each in pushing)
         for each in consumers:
-            if isinstance(each, PullConsumer):
+            if isinstance(each, client.PullConsumer):
                 self._end_all([partial(each.close, done=False)])  # its last messages may be unfinished
-            elif isinstance(each, SimpleConsumer):
+            elif isinstance(each, client.SimpleConsumer):
                 self._end_all([each.close])
         until = time.monotonic() + timeout_s  # a new timeout: submitted messages must be stored
         self._end_all(partial(_in_time, producer.close, until) for producer in tuple(self._producers))

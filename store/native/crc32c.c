@@ -31,6 +31,7 @@ static uint32_t record_by_table(const uint8_t *record, size_t n)
 }
 
 static uint32_t (*sum_of_record)(const uint8_t *, size_t) = record_by_table;
+static uint32_t (*sum_of_bytes)(uint32_t, const uint8_t *, size_t) = run_by_table;
 
 uint32_t crc32c_record(const uint8_t *record, size_t n) { return sum_of_record(record, n); }
 
@@ -73,13 +74,13 @@ uint32_t crc32c_record(const uint8_t *record, size_t n) { return sum_of_record(r
 
 /* The instruction accepts a new value each cycle but returns its result after three. So long inputs are read as three strands
    in parallel, which are then combined: a CRC is linear, so the state after the first strand, moved on by as many zero bytes as
-   the next one has, is the state that the next one would have started from. Tables hold that move, for two lengths. */
-enum { LONG_STRAND = 256, SHORT_STRAND = 64 };
-static uint32_t moved_long[4][256], moved_short[4][256];
+   the next one has, is the state that the next one would have started from. Tables hold that move, for three lengths. */
+enum { SWEEP_STRAND = 4096, LONG_STRAND = 256, SHORT_STRAND = 64 };
+static uint32_t moved_sweep[4][256], moved_long[4][256], moved_short[4][256];
 
 static void fill_moved(uint32_t moved[4][256], size_t length)
 {
-    static const uint8_t zeros[LONG_STRAND];
+    static const uint8_t zeros[SWEEP_STRAND];
     for (int bit = 0; bit < 32; bit++) {
         uint32_t image = run_by_table(1u << bit, zeros, length);
         uint32_t *row = moved[bit / 8];
@@ -116,6 +117,8 @@ TARGET static inline uint64_t three_strands(uint64_t crc, const uint8_t *at, siz
 TARGET static uint32_t run(uint32_t start, const uint8_t *at, size_t n)
 {
     uint64_t crc = start;
+    for (; n >= 3 * SWEEP_STRAND; n -= 3 * SWEEP_STRAND, at += 3 * SWEEP_STRAND)
+        crc = three_strands(crc, at, SWEEP_STRAND, moved_sweep);
     for (; n >= 3 * LONG_STRAND; n -= 3 * LONG_STRAND, at += 3 * LONG_STRAND)
         crc = three_strands(crc, at, LONG_STRAND, moved_long);
     for (; n >= 3 * SHORT_STRAND; n -= 3 * SHORT_STRAND, at += 3 * SHORT_STRAND)
@@ -180,6 +183,23 @@ void crc32c_records(const uint8_t *const *records, const size_t *sizes, int coun
         sums[i] = crc32c_record(records[i], sizes[i]);
 }
 
+/* crc32c(data, sum=0) -> CRC-32C of `data`, or of the bytes before it and of `data`, if `sum` is that of the former. */
+PyObject *native_crc32c(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    Py_buffer data;
+    if (nargs != 2 && !has_arguments("crc32c", nargs, 1))
+        return NULL;
+    uint32_t sum = nargs > 1 ? (uint32_t)PyLong_AsUnsignedLongMask(args[1]) : 0;
+    if (PyErr_Occurred() || PyObject_GetBuffer(args[0], &data, PyBUF_SIMPLE) < 0)
+        return NULL;
+    PyThreadState *released = data.len >= LONG_BYTES ? PyEval_SaveThread() : NULL;
+    sum = ~sum_of_bytes(~sum, data.buf, (size_t)data.len);
+    if (released != NULL)
+        PyEval_RestoreThread(released);
+    PyBuffer_Release(&data);
+    return PyLong_FromUnsignedLong(sum);
+}
+
 /* crc32c_by_table(wanted) -> true if records are summed by tables from now on: for tests, which try both ways. Without `wanted`
    the tables are used only if the processor has no instruction. */
 PyObject *native_crc32c_by_table(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -187,9 +207,12 @@ PyObject *native_crc32c_by_table(PyObject *module, PyObject *const *args, Py_ssi
     if (!has_arguments("crc32c_by_table", nargs, 1))
         return NULL;
     sum_of_record = record_by_table;
+    sum_of_bytes = run_by_table;
 #ifdef TARGET
-    if (args[0] != Py_True && HAS_INSTRUCTION)
+    if (args[0] != Py_True && HAS_INSTRUCTION) {
         sum_of_record = record_by_instruction;
+        sum_of_bytes = run;
+    }
 #endif
     return PyBool_FromLong(sum_of_record == record_by_table);
 }
@@ -208,13 +231,15 @@ int crc32c_init(void)
     bool right = ~run_by_table(~0u, (const uint8_t *)"123456789", 9) == 0xE3069283u;
 #ifdef TARGET
     if (HAS_INSTRUCTION) {
+        fill_moved(moved_sweep, SWEEP_STRAND);
         fill_moved(moved_long, LONG_STRAND);
         fill_moved(moved_short, SHORT_STRAND);
-        uint8_t sample[4 * LONG_STRAND];
+        uint8_t sample[4 * SWEEP_STRAND];
         for (size_t i = 0; i < sizeof sample; i++)
             sample[i] = (uint8_t)(i * 31 + (i >> 5));
         right = right && record_by_instruction(sample, sizeof sample) == record_by_table(sample, sizeof sample);
         sum_of_record = record_by_instruction;
+        sum_of_bytes = run;
     }
 #endif
     if (!right)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mqstore.layout.consumequeue import UNIT, UNIT_DTYPE, VOID_UNIT, is_message, is_void
+from mqstore.layout.consumequeue import UNIT, VOID_UNIT, is_message, is_void, unit_dtype
 from mqstore.layout.javahash import tag_hash
 
 
@@ -20,16 +20,16 @@ from mqstore.layout.javahash import tag_hash
 )
 def test_units_equal_the_worked_vectors(unit: tuple[int, int, int], data: str) -> None:
     assert UNIT.pack(*unit) == bytes.fromhex(data)
-    assert np.frombuffer(bytes.fromhex(data), UNIT_DTYPE).tolist() == [unit]
+    assert np.frombuffer(bytes.fromhex(data), unit_dtype()).tolist() == [unit]
 
 
 def test_void_is_exactly_one_pattern() -> None:
     units = [(0, 0x7FFFFFFF, 0), (1, 0x7FFFFFFF, 0), (0, 0x7FFFFFFF, 1), (0, 0x7FFFFFFE, 0), (0, 0, 0)]
-    array = np.array(units, dtype=UNIT_DTYPE)
+    array = np.array(units, dtype=unit_dtype())
     assert is_void(array).tolist() == [True, False, False, False, False]
-    assert np.frombuffer(VOID_UNIT, UNIT_DTYPE).tolist() == [units[0]]
+    assert np.frombuffer(VOID_UNIT, unit_dtype()).tolist() == [units[0]]
 
 
 def test_only_a_unit_that_points_at_a_record_is_a_message() -> None:
     units = [(0, 91, 0), (0, 0x7FFFFFFF, 0), (0, 0, 0), (-1, 91, 0), (5, -91, 0), (0, 1, -1)]
-    assert is_message(np.array(units, dtype=UNIT_DTYPE)).tolist() == [True, False, False, False, False, True]
+    assert is_message(np.array(units, dtype=unit_dtype())).tolist() == [True, False, False, False, False, True]

@@ -20,29 +20,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.broker.context import Parts, Tables, kept_for_consumers
 from mqstore.broker.service import BackgroundService, Pin, Roller, oldest_of
-from mqstore.layout.consumequeue import is_void
+from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, VOID
 from mqstore.log.reading.reader import StoreReader
 from mqstore.options import Retention
 
 _log = logging.getLogger("mqstore")
 _INTERVAL_MS = 10_000
-_CHUNK_UNITS = 4096
+_CHUNK_UNITS = 256
 _ROLL_STEP = 500
 """Number of messages relocated in one `run_once`: some milliseconds, then other services get their turn."""
 
 
 def physical_of(store: StoreReader, topic: str, queue_id: int, offset: int) -> int | None:
     """Return the physical offset of the first record at or after `offset` of a queue, or None."""
-    while len(units := store.units(topic, queue_id, offset, _CHUNK_UNITS)):
-        live = np.flatnonzero((units["size"] > 0) & ~is_void(units))
-        if len(live):
-            return int(units["physical_offset"][live[0]])
-        offset += len(units)
+    while units := store.unit_bytes(topic, queue_id, offset, _CHUNK_UNITS):
+        for physical, size, code in UNIT.iter_unpack(units):
+            if size > 0 and (physical, size, code) != VOID:
+                return physical  # type: ignore[no-any-return]
+        offset += len(units) // UNIT_BYTES
     return None
 
 
@@ -57,7 +55,7 @@ def all_pins(parts: Tables, mechanisms: Iterable[BackgroundService]) -> Iterator
 
 
 def worth_rolling(
-    offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], before: int, segment_bytes: int
+    offsets: np.NDArray[np.int64], sizes: np.NDArray[np.int64], before: int, segment_bytes: int
 ) -> int | None:
     """Return the last segment boundary up to `before` that frees at least twice the copied bytes, or None.
 

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, Final, Literal
 
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.layout.javahash import java_hash
 
 GroupHash = Literal["jump", "siphash24"]
@@ -43,7 +41,7 @@ def jump_hash(state: int, buckets: int) -> int:
         candidate = following
 
 
-def jump_hash_many(states: npt.NDArray[np.integer[Any]], buckets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def jump_hash_many(states: np.NDArray[np.integer[Any]], buckets: np.NDArray[np.int64]) -> np.NDArray[np.int64]:
     """Return `jump_hash` of many states, each with its own number of buckets.
     Raises ValueError if one is below 1.
 

@@ -21,9 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.clock import Clock
 from mqstore.signalsafe import Bell, Lock
 from mqstore.threads import start_thread
@@ -80,7 +78,7 @@ class Roller(BackgroundService):
     A relocated message no longer keeps the segments after its old record. Both methods are called in the thread of
     `run_once`."""
 
-    def waiting_below(self, physical_offset: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def waiting_below(self, physical_offset: int) -> tuple[np.NDArray[np.int64], np.NDArray[np.int64]]:
         """Return physical offsets and sizes of waiting records below `physical_offset`. An estimate."""
         raise NotImplementedError
 

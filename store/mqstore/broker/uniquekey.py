@@ -16,7 +16,6 @@ A forked child draws a new node and sequence. Otherwise it would repeat its pare
 from __future__ import annotations
 
 import os
-import secrets
 from itertools import count
 
 from mqstore.clock import SYSTEM_CLOCK, Clock
@@ -40,10 +39,10 @@ class UniqueKeys:
 
     def reseed(self) -> None:
         """Draw a new node and a new sequence, as for a new process."""
-        node = int.from_bytes(secrets.token_bytes(6), "big") | _MULTICAST
+        node = int.from_bytes(os.urandom(6), "big") | _MULTICAST
         self._prefix = f"01{node:012X}{os.getpid() & 0xFFFF:04X}"
         self._origin_ms = self._clock.now_ms() - _EPOCH_MS - self._clock.monotonic_ms()
-        self._sequence = count(secrets.randbits(32))  # its `next` is atomic: no lock needed
+        self._sequence = count(int.from_bytes(os.urandom(4), "big"))  # its `next` is atomic: no lock needed
 
     def new(self) -> str:
         """Return 34 upper-case hexadecimal digits that no other call returns, here or elsewhere."""

@@ -34,8 +34,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
+from mqstore import arrays as np
 from mqstore.broker.service import BackgroundService, Wake
 from mqstore.errors import ConfigError, StoreBusyError, StoreClosedError
 from mqstore.log.reading.tagfilter import UnitFilter

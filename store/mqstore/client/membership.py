@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import uuid
 from collections.abc import Callable, Iterable
 
 from mqstore.broker.names import is_retry_topic
@@ -37,7 +36,7 @@ def client_id_of(client_id: object) -> str:
     """Return a client id for a group, which also names a folder. None makes a new one.
     Raises ConfigError, with the rule, for a bad id."""
     if client_id is None:
-        return f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        return f"{os.getpid()}-{os.urandom(4).hex()}"
     if not isinstance(client_id, str) or not _CLIENT_ID.fullmatch(client_id) or client_id in (".", ".."):
         raise ConfigError(
             f"client id {client_id!r:.150}: a client id is 1 to 120 of letters, digits, '_', '.', '@', '#', '-', "
@@ -73,7 +72,7 @@ class Membership:
         self._lock = Lock()
         self._joined = False
         self._subscriptions: Subscriptions = {}
-        self._token = uuid.uuid4().hex
+        self._token = os.urandom(16).hex()
         """Owner of the registration: another consumer may have the same client id."""
         self._seats = f"@{group}"
         """Group of the leases on seats in the table of locks. No other group has this name."""

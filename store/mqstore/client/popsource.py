@@ -12,8 +12,8 @@ Queues have no owner, so nothing is shared out. The holder of a delivery settles
 from __future__ import annotations
 
 import logging
+import os
 import random
-import uuid
 from collections.abc import Callable, Container, Mapping
 
 from mqstore.broker.names import retry_topic
@@ -58,7 +58,7 @@ class PopSource:
         self._broker = broker
         self._group = group
         self._client_id = client_id
-        self._token = uuid.uuid4().hex
+        self._token = os.urandom(16).hex()
         self._mode = Mode("pop", ordered)
         self._start = start
         self._retry = retry

@@ -16,8 +16,6 @@ import weakref
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from mqstore.errors import StoreClosedError
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem, register
 from mqstore.signalsafe import Lock
@@ -30,14 +28,15 @@ class File:
     """Descriptor that is open as long as this object is referred to.
 
     When a forgotten store is collected, its objects are finalized in any order, and the store still needs its files. So
-    the finalizer of an array closes the descriptor: the garbage collector does not track arrays, and frees them last.
+    the finalizer of a code object closes the descriptor: the garbage collector does not track these, and frees them
+    last.
     """
 
     __slots__ = ("_end", "_fs", "fd")
 
     def __init__(self, fs: FileSystem, path: str, flags: int, mode: int = FILE_MODE) -> None:
         self._fs = fs
-        self._end = np.empty(0)
+        self._end = _close.__code__.replace()
         self.fd = fs.open(path, flags, mode)
         weakref.finalize(self._end, _close, fs, self.fd).atexit = False
 

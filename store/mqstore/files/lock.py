@@ -5,8 +5,7 @@ A writer takes two locks on one descriptor of ``ROOT/lock``, since no single kin
 ====================  ==============================  =============================================================
 lock                  keeps out                       lost when
 ====================  ==============================  =============================================================
-``flock``, by         other mqstore processes         the last descriptor of this open file is closed
-portalocker
+``flock``             other mqstore processes         the last descriptor of this open file is closed
 byte 0, Linux         a Java broker, which takes a    as above (an open file description lock)
 byte 0, elsewhere     POSIX record lock on byte 0     *any* descriptor of the file is closed in this process
 ====================  ==============================  =============================================================
@@ -30,7 +29,6 @@ import fcntl
 import gc
 import json
 import os
-import socket
 import struct
 import sys
 import threading
@@ -38,10 +36,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
-
-from portalocker import LockFlags
-from portalocker.exceptions import AlreadyLocked, LockException
-from portalocker.portalocker import FlockLocker
 
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import FormatError, MQStoreError, StoreFullError, StoreIOError, StoreLockedError, raise_os_error
@@ -54,10 +48,6 @@ _CONTENT_BYTES_MAX = 4096
 _ABORT_BYTES_MAX = 128
 _POLL_MS_MIN = 1
 _POLL_MS_MAX = 50
-
-# By class and not by `portalocker.lock`, whose kind of lock any part of the program can change for all. By descriptor
-# and not by `portalocker.Lock`, which opens the file itself and would follow links.
-_FLOCK = FlockLocker()
 
 # struct flock of the two platforms. "0q" pads to the size that the system copies.
 if sys.platform == "darwin":
@@ -87,20 +77,18 @@ _SET_BYTE: int | None = getattr(fcntl, "F_OFD_SETLK", None) if sys.platform == "
 
 def _lock_file(fd: int) -> bool:
     """Take the lock of the open file without waiting. Return False if it is held."""
-    try:
-        _FLOCK.lock(fd, LockFlags.EXCLUSIVE | LockFlags.NON_BLOCKING)
-    except AlreadyLocked:
-        return False
-    except LockException as error:  # wraps the system's error, on some network file systems an EOFError
-        raise (error.__cause__ if isinstance(error.__cause__, OSError) else OSError(errno.EIO, str(error))) from None
-    return True
+    return _take(lambda: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB))
 
 
 def _lock_byte(fd: int) -> bool:
     """Take the write lock on byte 0 without waiting. Return False if it is held."""
+    # F_SETLK is the call of fcntl.lockf. F_OFD_SETLK differs only in the owner of the lock.
+    return _take(lambda: fcntl.fcntl(fd, fcntl.F_SETLK if _SET_BYTE is None else _SET_BYTE, _pack(fcntl.F_WRLCK)))
+
+
+def _take(lock: Callable[[], object]) -> bool:
     try:
-        # F_SETLK is the call of fcntl.lockf. F_OFD_SETLK differs only in the owner of the lock.
-        fcntl.fcntl(fd, fcntl.F_SETLK if _SET_BYTE is None else _SET_BYTE, _pack(fcntl.F_WRLCK))
+        lock()
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return False
@@ -203,7 +191,7 @@ class WriterLock:
             try:
                 # Explicitly, not only by closing: a child forked by C code may still have the descriptor.
                 fcntl.fcntl(fd, fcntl.F_SETLK if _SET_BYTE is None else _SET_BYTE, _pack(fcntl.F_UNLCK))
-                _FLOCK.unlock(fd)
+                fcntl.flock(fd, fcntl.LOCK_UN)
             finally:
                 # A copy: the garbage collector may close another store during this loop.
                 for identity in [identity for identity, lock in _registry.copy().items() if lock is self]:
@@ -244,7 +232,7 @@ class WriterLock:
 
     def _refuse_registered(self, identity: Identity) -> None:
         if identity in _registry:
-            raise _TakenError(_Holder(os.getpid(), socket.gethostname()))
+            raise _TakenError(_Holder(os.getpid(), os.uname().nodename))
 
     def _leads_to(self, file: Identity) -> bool:
         try:
@@ -265,7 +253,7 @@ class WriterLock:
         line = json.dumps(
             {
                 "pid": os.getpid(),
-                "host": socket.gethostname(),
+                "host": os.uname().nodename,
                 "started_ms": self._clock.now_ms(),
                 "program": self._program,
             }

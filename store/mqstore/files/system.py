@@ -27,8 +27,6 @@ import sys
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
 UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
 """Errors that mean "this file system, or this kernel, cannot do that"."""
 POPULATE_WRITE = 23
@@ -105,9 +103,11 @@ def map_file(fd: int, length: int, access: int) -> mmap.mmap:
     if _mmap is None:
         return mmap.mmap(fd, length, access=access, **_MAP_OPTIONS)
     mapping = mmap.mmap(-1, length, access=access)
-    address = np.frombuffer(mapping, np.uint8).__array_interface__["data"][0]
+    address, size = _pointer(), ctypes.c_ssize_t()
+    # Finds read-only buffers too, which ctypes does not. It is deprecated, but in the stable ABI.
+    ctypes.pythonapi.PyObject_AsReadBuffer(ctypes.py_object(mapping), ctypes.byref(address), ctypes.byref(size))
     protection = mmap.PROT_READ if access == mmap.ACCESS_READ else mmap.PROT_READ | mmap.PROT_WRITE
-    if _mmap(address, length, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != address:
+    if _mmap(address, length, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != address.value:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return mapping

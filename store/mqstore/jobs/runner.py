@@ -150,8 +150,8 @@ def _context_of(spark: Any) -> Any:
 def ship(context: Any) -> bool:
     """Make `mqstore` importable for workers of this SparkContext. Return True if it had to be sent.
 
-    If workers cannot import `mqstore`, it is sent to them as a zip. Its requirements (numpy, pyarrow, crc32c,
-    portalocker) are not sent, because they are compiled for a platform.
+    If workers cannot import `mqstore`, it is sent to them as a zip. Its requirements (numpy, pyarrow, crc32c)
+    are not sent, because they are compiled for a platform.
 
     The first call runs a job of one task. Register data sources afterwards, since Spark then records the import path.
     """

@@ -22,14 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import crc32c
-
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.columnar.encode import Encoded
 from mqstore.columnar.rules import TopicRule
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.log.bulk.shard import shard_json
 from mqstore.log.writing.log_tail import QueueRef
+from mqstore.native import crc32c
 from mqstore.options import Profile
 
 STAGING: Final = "_staging"
@@ -89,7 +88,7 @@ class ShardWriter:
         for start in range(0, len(piece.data), _BUFFER_BYTES):  # so the checksum finds the bytes in the CPU's cache
             data = piece.data[start : start + _BUFFER_BYTES]
             self._fs.pwrite(self._fds[0], data, self._size)
-            self._crc = crc32c.crc32c(data, self._crc)
+            self._crc = crc32c(data, self._crc)
             self._size += len(data)
         self.records += piece.records
         self._largest = max(self._largest, int(piece.sizes.max(initial=0)))

@@ -7,13 +7,15 @@ into it, any more.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
+from mqstore import arrays as np
+
+if TYPE_CHECKING:
+    _Cell = list[np.NDArray[Any]]
+
 
 _KEPT = 16
-_Cell = list[npt.NDArray[Any]]
 
 
 def _references(cell: _Cell) -> int:
@@ -21,7 +23,7 @@ def _references(cell: _Cell) -> int:
     return sys.getrefcount(cell[0])
 
 
-_ALONE = _references([np.empty(1)])
+_ALONE = _references([object()])  # type: ignore[list-item]
 """Number of references to an array that is only in its cell. Measured, because Python versions differ."""
 
 
@@ -42,7 +44,7 @@ class ArrayPool:
     def __init__(self) -> None:
         self._cells: list[_Cell] = []
 
-    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    def empty(self, shape: tuple[int, ...], dtype: np.DTypeLike) -> np.NDArray[Any]:
         """Return an array of this shape and type, with any content."""
         for _ in range(len(self._cells)):
             try:
@@ -55,7 +57,7 @@ class ArrayPool:
             if spare:
                 return array
             del array
-        made: npt.NDArray[Any] = np.empty(shape, dtype)
+        made: np.NDArray[Any] = np.empty(shape, dtype)
         self._cells.append([made])
         del self._cells[:-_KEPT]
         return made

@@ -30,7 +30,7 @@ import struct
 from dataclasses import astuple, dataclass
 from typing import Final
 
-import crc32c
+from mqstore.native import crc32c
 
 _FIELDS: Final = struct.Struct(">qqqqq")
 _EXTENSION: Final = struct.Struct(">iiqqq")
@@ -135,12 +135,12 @@ def min_timestamp(checkpoint: Checkpoint) -> int:
 
 
 def _queues_crc(page: bytes | bytearray) -> int:
-    return crc32c.crc32c(bytes(page[_EXTENSION_AT:_QUEUES_CRC_AT]))
+    return crc32c(bytes(page[_EXTENSION_AT:_QUEUES_CRC_AT]))
 
 
 def _start_crc(page: bytes | bytearray) -> int:
-    return crc32c.crc32c(bytes(page[_START_AT:_START_CRC_AT]), crc32c.crc32c(bytes(page[_EXTENSION_AT:_QUEUES_AT])))
+    return crc32c(bytes(page[_START_AT:_START_CRC_AT]), crc32c(bytes(page[_EXTENSION_AT:_QUEUES_AT])))
 
 
 def _crc(page: bytes) -> int:
-    return crc32c.crc32c(page[_EXTENSION_AT:_CRC_AT], crc32c.crc32c(page[: _FIELDS.size]))
+    return crc32c(page[_EXTENSION_AT:_CRC_AT], crc32c(page[: _FIELDS.size]))

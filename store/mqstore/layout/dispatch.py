@@ -22,10 +22,8 @@ from functools import lru_cache
 from struct import Struct
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from mqstore.layout.consumequeue import LAST_ADDRESS, UNIT, UNIT_DTYPE, VOID_SIZE
+from mqstore import arrays as np
+from mqstore.layout.consumequeue import LAST_ADDRESS, UNIT, VOID_SIZE, unit_dtype
 from mqstore.layout.javahash import index_hash, java_hash, tag_hash
 from mqstore.layout.properties import (
     INNER_MULTI_DISPATCH,
@@ -53,6 +51,10 @@ from mqstore.native import kernel
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+    _Int64s = np.NDArray[np.int64]
+    _Int32s = np.NDArray[np.int32]
+    _Bools = np.NDArray[np.bool_]
+
 
 SCHEDULE_TOPIC = "SCHEDULE_TOPIC_XXXX"
 LIGHT_PREFIX = "%LMQ%"
@@ -64,14 +66,13 @@ _LIGHT = INNER_MULTI_DISPATCH.encode()
 
 FEW_RECORDS = 8
 """Up to this number of records, one struct at a time is faster than arrays."""
+FEW_WITHOUT_NUMPY = 512
+"""The same if numpy is not imported yet, which takes as long as some thousand records."""
 
 _START = Struct(">ii").unpack_from  # totalSize, magic
 _QUEUE = Struct(">iiqqi").unpack_from  # queueId, flag, queueOffset, physicalOffset, sysFlag
 _I4 = Struct(">i").unpack_from
 _I8 = Struct(">q").unpack_from
-_Int64s = npt.NDArray[np.int64]
-_Int32s = npt.NDArray[np.int32]
-_Bools = npt.NDArray[np.bool_]
 
 # Rows of the table that `kernel.list` fills.
 _LISTED_ROWS = 7
@@ -86,8 +87,8 @@ class Listed(NamedTuple):
     rows: _Int64s
     """Indices in `Rows`."""
     queue_offset: _Int64s
-    units: npt.NDArray[np.void]
-    """Array of `UNIT_DTYPE`."""
+    units: np.NDArray[np.void]
+    """Array of `unit_dtype`."""
     follow: bool
     """True if their queue offsets are consecutive."""
 
@@ -95,7 +96,7 @@ class Listed(NamedTuple):
 class Output(NamedTuple):
     """Units by queue and index entries to write for a range of the log."""
 
-    queues: Sequence[tuple[str, int, Sequence[int] | _Int64s, bytes]]
+    queues: Sequence[tuple[str, int, list[int] | _Int64s, bytes]]
     """(topic, queue id, queue offsets, the units of these slots), each in log order."""
     entry_hash: Sequence[int] | _Int32s
     entry_physical_offset: Sequence[int] | _Int64s
@@ -135,10 +136,10 @@ class Rows:
         """Size of all records."""
         return int(self.size[: self.records].sum(dtype=np.int64))
 
-    def units(self, rows: _Int64s | slice) -> npt.NDArray[np.void]:
-        """Return the consume-queue units of `rows` as an array of `UNIT_DTYPE`."""
+    def units(self, rows: _Int64s | slice) -> np.NDArray[np.void]:
+        """Return the consume-queue units of `rows` as an array of `unit_dtype`."""
         physical = self.physical_offset[rows]
-        units = np.empty(len(physical), UNIT_DTYPE)
+        units = np.empty(len(physical), unit_dtype())
         units["physical_offset"] = physical
         units["size"] = self.size[rows]
         units["tags_code"] = self.tags_code[rows]
@@ -273,7 +274,7 @@ def _compiled_columns(view: memoryview, run: Run, count: int, base: int, topics:
     out, has_unit, units = (
         empty((_LISTED_ROWS, count + ROW_SPACE), np.int64),
         empty((count,), np.bool_),
-        empty((count,), UNIT_DTYPE),
+        empty((count,), unit_dtype()),
     )
     limit = run.longs.shape[1]
     found = kernel.list(
@@ -364,8 +365,8 @@ _LONGEST_DELAY_MS = 10 * 366 * 86_400_000
 
 
 def as_kept(
-    topic: str, found: npt.NDArray[np.void], wanted: npt.NDArray[np.void], *, has_addresses: bool
-) -> npt.NDArray[np.void]:
+    topic: str, found: np.NDArray[np.void], wanted: np.NDArray[np.void], *, has_addresses: bool
+) -> np.NDArray[np.void]:
     """Return `wanted` with the tags codes of `found` that cannot be derived from records.
 
     `wanted` has the units derived from the same records of a queue. An address in a file next to the queue cannot be
@@ -396,11 +397,12 @@ def few(
     base: int,
     delay_table_ms: Sequence[int],
     batch_topics: Collection[str] = (),
+    limit: int = FEW_RECORDS,
 ) -> Output | None:
-    """Return the `Output` of at most `FEW_RECORDS` ordinary records that fill `[start, end)`, else None.
+    """Return the `Output` of at most `limit` ordinary records that fill `[start, end)`, else None.
     The result equals that of `walk`, `gather` and `rows_of`. Arguments are those of `rows_of`."""
     view = memoryview(buf)
-    starts = _chain(view, start, end)
+    starts = _chain(view, start, end, limit)
     if starts is None:
         return None
     numbers: dict[bytes, int] = {}
@@ -458,11 +460,11 @@ def is_listed(buf: ReadableBuffer, position: int, topic: str, queue_id: int, slo
     return (topic, queue_id, slot) in light_queues(own, record[1], record[6])
 
 
-def _chain(view: memoryview, start: int, end: int) -> list[int] | None:
-    """Return the starts of at most `FEW_RECORDS` records that fill `[start, end)`, else None."""
+def _chain(view: memoryview, start: int, end: int, limit: int) -> list[int] | None:
+    """Return the starts of at most `limit` records that fill `[start, end)`, else None."""
     starts: list[int] = []
     last = min(end, len(view)) - MIN_RECORD_BYTES
-    while start <= last and len(starts) < FEW_RECORDS:
+    while start <= last and len(starts) < limit:
         size, magic = _START(view, start)
         if magic not in (MAGIC_V1, MAGIC_V2) or size < MIN_RECORD_BYTES:
             return None

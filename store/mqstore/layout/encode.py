@@ -12,13 +12,10 @@ from functools import cache
 from itertools import repeat
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-from crc32c import crc32c
-
+from mqstore import arrays as np
 from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES
 from mqstore.layout.record import CHECKSUM_AT, HEADER_FIELDS, STORE_HOST_V6, Checksum, header_struct, host_bits
-from mqstore.native import kernel
+from mqstore.native import crc32c, kernel
 
 _COPIED = ("flag", "sys_flag", "born_timestamp_ms", "born_host", "reconsume_times")
 """Header fields that a copy takes from its source: flags, birth and attempts."""
@@ -58,7 +55,7 @@ def encode_records(
     store_host: bytes,
     flags: list[int] | int,
     checksum: Checksum,
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+) -> tuple[np.NDArray[np.uint8], np.NDArray[np.int64]]:
     """Return the bytes of `bodies` as consecutive records, and the size of each.
 
     `tails` are the bytes after each body (topic length, topic, properties length, properties), one for all or one each.
@@ -88,14 +85,14 @@ def encode_records(
 
 
 def _assembled(
-    headers: npt.NDArray[np.void],
+    headers: np.NDArray[np.void],
     bodies: Sequence[bytes],
     tails: Sequence[bytes] | bytes,
     physical_offset: int,
     timestamp_ms: int,
     store_host: bytes,
     checksum: Checksum,
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+) -> tuple[np.NDArray[np.uint8], np.NDArray[np.int64]]:
     """Join headers, bodies and tails to records, and return these and their sizes.
     Sets the header fields of size, position, store time, store host and checksum."""
     count = len(headers)
@@ -140,7 +137,7 @@ def encode_copies(
     store_host: bytes,
     checksum: Checksum,
     attempts: int = 0,
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+) -> tuple[np.NDArray[np.uint8], np.NDArray[np.int64]]:
     """Return the bytes of copies of stored records, each for its own queue, and the size of each.
 
     `heads` are the bytes before the body in each source, with two IPv4 hosts. `bodies` are as stored. The fields of

@@ -22,12 +22,12 @@ from the length.
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.errors import FormatError
 from mqstore.native import fence, kernel
 
@@ -55,14 +55,17 @@ ENTRY_OFFSET_AT: Final = _ENTRY_HASH_AT + 4
 _ENTRY_SECONDS_AT: Final = ENTRY_OFFSET_AT + 8
 _ENTRY_PREVIOUS_AT: Final = _ENTRY_SECONDS_AT + 4
 
-SLOT_DTYPE: Final = np.dtype(">i4")
-ENTRY_DTYPE: Final = np.dtype(
-    [("key_hash", ">i4"), ("physical_offset", ">i8"), ("seconds", ">i4"), ("previous", ">i4")]
-)
+SLOT_DTYPE: Final = ">i4"
 
 _MAX_I32: Final = 0x7FFF_FFFF
 _SECOND_MS: Final = 1000
 _DEFAULT_ENTRIES_PER_SLOT: Final = 4  # of the Java broker's defaults and of ours (format#sizes)
+
+
+@cache
+def entry_dtype() -> np.dtype[np.void]:
+    """Return the dtype of entries: key_hash, physical_offset, seconds, previous."""
+    return np.dtype([("key_hash", ">i4"), ("physical_offset", ">i8"), ("seconds", ">i4"), ("previous", ">i4")])
 
 
 class IndexHeader(NamedTuple):
@@ -132,9 +135,9 @@ def put_entries(
     buf: WriteableBuffer,
     slots: int,
     entries: int,
-    hashes: npt.NDArray[np.integer[Any]] | Sequence[int],
-    physical_offsets: npt.NDArray[np.integer[Any]] | Sequence[int],
-    store_timestamps_ms: npt.NDArray[np.integer[Any]] | Sequence[int],
+    hashes: np.NDArray[np.integer[Any]] | Sequence[int],
+    physical_offsets: np.NDArray[np.integer[Any]] | Sequence[int],
+    store_timestamps_ms: np.NDArray[np.integer[Any]] | Sequence[int],
 ) -> int:
     """Put entries in order until the file is full. Return their number (format#index-put).
 
@@ -162,7 +165,10 @@ def put_entries(
     count = min(len(hashes), entries - header.next_entry)
     columns = hashes[:count], physical_offsets[:count], store_timestamps_ms[:count]
     if kernel is not None:
-        kernel.put_entries(buf, slots, header.next_entry, *(np.ascontiguousarray(each, np.int64) for each in columns))
+        int64s = (
+            array("q", each) if isinstance(each, list) else np.ascontiguousarray(each, np.int64) for each in columns
+        )
+        kernel.put_entries(buf, slots, header.next_entry, *int64s)
     elif count:
         _put_each(buf, slots, header, *columns)
     return count
@@ -172,9 +178,9 @@ def _put_each(
     buf: WriteableBuffer,
     slots: int,
     header: IndexHeader,
-    hashes: npt.NDArray[np.integer[Any]] | Sequence[int],
-    physical_offsets: npt.NDArray[np.integer[Any]] | Sequence[int],
-    store_timestamps_ms: npt.NDArray[np.integer[Any]] | Sequence[int],
+    hashes: np.NDArray[np.integer[Any]] | Sequence[int],
+    physical_offsets: np.NDArray[np.integer[Any]] | Sequence[int],
+    store_timestamps_ms: np.NDArray[np.integer[Any]] | Sequence[int],
 ) -> None:
     """Put at least one entry, and no more than fit, as `put_entries` does."""
     rows = [*zip(map(int, hashes), map(int, physical_offsets), map(int, store_timestamps_ms), strict=True)]
@@ -295,7 +301,7 @@ def check_index(buf: ReadableBuffer, slots: int, entries: int) -> list[IndexProb
     view = memoryview(buf)
     _check_length(view, slots, entries)
     slot_table = np.frombuffer(view, SLOT_DTYPE, slots, HEADER_BYTES)
-    entry_table = np.frombuffer(view, ENTRY_DTYPE, entries, HEADER_BYTES + SLOT_BYTES * slots)
+    entry_table = np.frombuffer(view, entry_dtype(), entries, HEADER_BYTES + SLOT_BYTES * slots)
     header = IndexHeader.decode(buf)
     if not 1 <= header.next_entry <= entries:
         # Without a valid count it is unknown which entries exist.
@@ -309,7 +315,7 @@ def check_index(buf: ReadableBuffer, slots: int, entries: int) -> list[IndexProb
     physical_offset = used["physical_offset"].astype(np.int64)
     head = slot_table.astype(np.int64)
 
-    def report(bad: npt.NDArray[np.bool_], start: int, stride: int, field: str, values: npt.NDArray[np.int64]) -> None:
+    def report(bad: np.NDArray[np.bool_], start: int, stride: int, field: str, values: np.NDArray[np.int64]) -> None:
         rows = np.flatnonzero(bad)
         if len(rows):
             first = int(rows[0])

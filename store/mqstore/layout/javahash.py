@@ -11,8 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from mqstore import arrays as np
 
 _MASK = 0xFFFF_FFFF
 _SIGN = 0x8000_0000
@@ -61,8 +60,8 @@ def index_hash(key: str, initial: int = 0) -> int:
 
 
 def java_hash_many(
-    data: npt.NDArray[np.uint8], starts: npt.NDArray[np.integer[Any]], sizes: npt.NDArray[np.integer[Any]]
-) -> npt.NDArray[np.int32]:
+    data: np.NDArray[np.uint8], starts: np.NDArray[np.integer[Any]], sizes: np.NDArray[np.integer[Any]]
+) -> np.NDArray[np.int32]:
     """Return the hashes of many UTF-8 strings, int32, in the given order.
 
     String i is the `sizes[i]` bytes from `starts[i]` of `data`. They may overlap and be in any order. Each is hashed as
@@ -97,8 +96,8 @@ def java_hash_many(
 
 
 def _hash_block(
-    data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
+    data: np.NDArray[np.uint8], starts: np.NDArray[np.int64], sizes: np.NDArray[np.int64]
+) -> tuple[np.NDArray[np.uint32], np.NDArray[np.bool_]]:
     """Return hashes of rows sorted by descending size, as if all were ASCII, and a mask of rows that are not ASCII.
 
     The rows are right-aligned in a matrix, so that column j of all rows has the same power of 31 as its weight.
@@ -114,10 +113,10 @@ def _hash_block(
 
 
 @lru_cache(maxsize=32)
-def _powers(count: int) -> npt.NDArray[np.uint32]:
+def _powers(count: int) -> np.NDArray[np.uint32]:
     """Return 31 ** (count - 1), ..., 31, 1 modulo 2 ** 32."""
     powers = np.full(count, 31, dtype=np.uint32)
     powers[0] = 1
-    result: npt.NDArray[np.uint32] = np.cumprod(powers, dtype=np.uint32)[::-1].copy()
+    result: np.NDArray[np.uint32] = np.cumprod(powers, dtype=np.uint32)[::-1].copy()
     result.flags.writeable = False
     return result

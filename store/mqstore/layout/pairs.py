@@ -10,18 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.layout.scan import everywhere
 from mqstore.native import kernel
 
-_Int64s = npt.NDArray[np.int64]
-_NONE = np.zeros((4, 0), np.int64)
+if TYPE_CHECKING:
+    _Int64s = np.NDArray[np.int64]
 
 
-def _search(data: npt.NDArray[np.uint8]) -> tuple[_Int64s, _Int64s, _Int64s]:
+def _search(data: np.NDArray[np.uint8]) -> tuple[_Int64s, _Int64s, _Int64s]:
     """Return the starts, separators and ends of the pairs."""
     ends = np.flatnonzero(data == 2)
     starts = np.empty_like(ends)
@@ -50,7 +49,7 @@ class Pairs:
     ([0, 0, 2, 2], [1, 5, 1, 1], [0, 3])
     """
 
-    def __init__(self, data: npt.NDArray[np.uint8], blob_ends: _Int64s) -> None:
+    def __init__(self, data: np.NDArray[np.uint8], blob_ends: _Int64s) -> None:
         """Find the pairs in `data`.
         `blob_ends` are the ascending positions in `data` of the 02 that closes each blob. The last one closes `data`. A
         blob may contain further 02s."""
@@ -58,7 +57,7 @@ class Pairs:
         self._blob_ends = blob_ends
         if kernel is not None:
             table, room, count, self.distinct = kernel.pairs(data, blob_ends)
-            rows = np.frombuffer(table, np.int64).reshape(-1, room)[:, :count] if room else _NONE
+            rows = np.frombuffer(table, np.int64).reshape(-1, room)[:, :count] if room else np.zeros((4, 0), np.int64)
             starts, separator, ends, self.blob = rows
         else:
             starts, separator, ends = _search(data)
@@ -88,17 +87,17 @@ class Pairs:
         return found
 
     @cached_property
-    def _words(self) -> npt.NDArray[np.uint32]:
+    def _words(self) -> np.NDArray[np.uint32]:
         """Return an array with the four bytes at each position as a big-endian number."""
         return everywhere(self.data, ">u4")
 
     @cached_property
-    def _heads(self) -> npt.NDArray[np.uint32]:
+    def _heads(self) -> np.NDArray[np.uint32]:
         # A pair has at least three bytes and the 02 after it, so four bytes from its start are inside.
-        heads: npt.NDArray[np.uint32] = self._words[self.start] if len(self.start) else np.zeros(0, np.uint32)
+        heads: np.NDArray[np.uint32] = self._words[self.start] if len(self.start) else np.zeros(0, np.uint32)
         return heads
 
-    def named(self, name: bytes) -> npt.NDArray[np.intp]:
+    def named(self, name: bytes) -> np.NDArray[np.intp]:
         """Return the pairs with a name of 4 or 8 bytes, at most one for each blob. Of several, the last one wins."""
         pairs = np.flatnonzero((self.name_size == len(name)) & (self._heads == int.from_bytes(name[:4], "big")))
         if len(name) == 8 and len(pairs):
@@ -108,5 +107,5 @@ class Pairs:
         if not len(pairs):
             return pairs
         blob = self.blob[pairs]
-        last: npt.NDArray[np.intp] = pairs[np.append(blob[1:] != blob[:-1], True)]
+        last: np.NDArray[np.intp] = pairs[np.append(blob[1:] != blob[:-1], True)]
         return last

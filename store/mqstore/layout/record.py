@@ -35,8 +35,6 @@ import zlib
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-import crc32c
-
 from mqstore.errors import FormatError, InvalidMessageError
 from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES
 from mqstore.layout.messageid import encode_message_id
@@ -48,7 +46,7 @@ from mqstore.layout.properties import (
     decode_crc_tail,
     decode_properties,
 )
-from mqstore.native import kernel
+from mqstore.native import crc32c, kernel
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -396,14 +394,14 @@ def _body_checksum(body: ReadableBuffer) -> int:
 
 def _record_checksum(view: memoryview, position: int, size: int) -> int:
     total_size, magic = _BLANK.unpack_from(view, position)
-    value = crc32c.crc32c(view[position + QUEUE_ID_AT : position + size], _checksum_start(total_size, magic))
+    value = crc32c(view[position + QUEUE_ID_AT : position + size], _checksum_start(total_size, magic))
     return value - 0x1_0000_0000 if value & 0x8000_0000 else value
 
 
 @lru_cache(maxsize=4096)
 def _checksum_start(total_size: int, magic: int) -> int:
     """Return crc32c after the checksum field, read as zero. It depends on the first two fields alone."""
-    return crc32c.crc32c(_START.pack(total_size, magic, 0))
+    return crc32c(_START.pack(total_size, magic, 0))
 
 
 def _hex(value: int) -> str:

@@ -23,15 +23,12 @@ from __future__ import annotations
 
 import sys
 import zlib
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import repeat
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-import crc32c
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.errors import FormatError
 from mqstore.layout import record as _record
 from mqstore.layout.array_pool import ArrayPool
@@ -48,20 +45,20 @@ from mqstore.layout.record import (
     Checksum,
     check_record,
 )
-from mqstore.native import kernel
+from mqstore.native import crc32c, kernel
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+    _Int64s = np.NDArray[np.int64]
+    _Int32s = np.NDArray[np.int32]
+    _Bools = np.NDArray[np.bool_]
+    _Number = TypeVar("_Number", np.int32, np.int64)
 
-_Int64s = npt.NDArray[np.int64]
-_Int32s = npt.NDArray[np.int32]
-_Bools = npt.NDArray[np.bool_]
 
-_HEAD: Final = header_dtype(IPV4_BYTES, IPV4_BYTES)
-"""Header of records with two IPv4 hosts, whose fields are at fixed positions."""
-_HEAD_BYTES: Final = _HEAD.itemsize
-_PLACES: Final = dict(_HEAD.fields or {})
+_head: Final = partial(header_dtype, IPV4_BYTES, IPV4_BYTES)
+"""Return the header of records with two IPv4 hosts, whose fields are at fixed positions."""
+_HEAD_BYTES: Final = _record.header_struct(IPV4_BYTES, IPV4_BYTES).size
 
 # Both magics begin with the same three bytes, so one of two 16-bit values is at an even address, wherever a magic is.
 _MAGIC_BYTES: Final = MAGIC_V1.to_bytes(4, "big", signed=True)
@@ -194,7 +191,7 @@ def _candidates(view: memoryview, start: int, stop: int, end: int) -> tuple[_Int
     if stop <= start:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     low, high = start + _record.MAGIC_AT, stop + _record.MAGIC_AT + len(_MAGIC_BYTES)
-    data: npt.NDArray[np.uint8] = np.ndarray((len(view),), np.uint8, view)
+    data: np.NDArray[np.uint8] = np.ndarray((len(view),), np.uint8, view)
     pairs = data[low : high - (high - low) % 2].view(np.uint16)
     if not pairs.flags.aligned:  # comparing aligned values is much faster. A magic at `low` also shows one byte later
         low += 1
@@ -209,23 +206,23 @@ def _candidates(view: memoryview, start: int, stop: int, end: int) -> tuple[_Int
     return found[good], following[good]
 
 
-def _is_magic(magic: npt.NDArray[np.signedinteger]) -> _Bools:
+def _is_magic(magic: np.NDArray[np.signedinteger]) -> _Bools:
     result: _Bools = (magic == MAGIC_V1) | (magic == MAGIC_V2)
     return result
 
 
-def _column(view: memoryview, positions: _Int64s, dtype: npt.DTypeLike) -> npt.NDArray[np.signedinteger]:
+def _column(view: memoryview, positions: _Int64s, dtype: np.DTypeLike) -> np.NDArray[np.signedinteger]:
     """Return the big-endian integers at `positions`, in native order. Raises IndexError if one is outside."""
     return everywhere(view, dtype)[positions].astype(np.dtype(dtype).newbyteorder("="))
 
 
-def everywhere(view: memoryview | npt.NDArray[np.uint8], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+def everywhere(view: memoryview | np.NDArray[np.uint8], dtype: np.DTypeLike) -> np.NDArray[Any]:
     """Return an array whose element i is the value at byte i of `view`. Writing to it writes to `view`."""
     kind = np.dtype(dtype)
     return np.ndarray((max(0, len(view) - kind.itemsize + 1),), kind, view, 0, (1,))
 
 
-def slices(view: memoryview, starts: _Int64s, sizes: npt.NDArray[np.signedinteger]) -> map[memoryview]:
+def slices(view: memoryview, starts: _Int64s, sizes: np.NDArray[np.signedinteger]) -> map[memoryview]:
     """Return the bytes of many values."""
     return map(view.__getitem__, map(slice, starts.tolist(), (starts + sizes).tolist()))
 
@@ -241,12 +238,13 @@ class Run(NamedTuple):
     """Memory for arrays built from the tables."""
 
 
-_Number = TypeVar("_Number", np.int32, np.int64)
-
-
-def _field(name: str, kind: type[_Number], *, moves: bool = False) -> cached_property[npt.NDArray[_Number]]:
+def _int32s(name: str, *, moves: bool = False) -> cached_property[_Int32s]:
     """Return a column of `Headers`. With `moves` it is after a host."""
-    return cached_property(lambda headers: headers.column(name, kind, moves=moves))
+    return cached_property(lambda headers: headers.column(name, np.int32, moves=moves))
+
+
+def _int64s(name: str, *, moves: bool = False) -> cached_property[_Int64s]:
+    return cached_property(lambda headers: headers.column(name, np.int64, moves=moves))
 
 
 class Headers:
@@ -263,7 +261,7 @@ class Headers:
     The columns own their memory, but this object holds the buffer: drop it before closing a mapping.
     """
 
-    def __init__(self, buf: ReadableBuffer, positions: npt.ArrayLike, run: Run | None = None) -> None:
+    def __init__(self, buf: ReadableBuffer, positions: np.ArrayLike, run: Run | None = None) -> None:
         self._view = _bytes_of(buf)
         self.run = run
         """Tables of these records, if `read_run` has found them at `positions`."""
@@ -279,39 +277,39 @@ class Headers:
         return len(self.positions)
 
     @cached_property
-    def _heads(self) -> npt.NDArray[np.void]:
+    def _heads(self) -> np.NDArray[np.void]:
         # One copy of 88 bytes a record, so that every later column reads dense memory instead of the segment.
         if not len(self.positions):
-            return np.empty(0, _HEAD)
+            return np.empty(0, _head())
         if kernel is not None:
             widths = np.full(len(self.positions), _HEAD_BYTES, np.int64)
-            return collect(self._view, self.positions, widths).view(_HEAD)
-        return everywhere(self._view, f"V{_HEAD_BYTES}")[self.positions].view(_HEAD)
+            return collect(self._view, self.positions, widths).view(_head())
+        return everywhere(self._view, f"V{_HEAD_BYTES}")[self.positions].view(_head())
 
-    def head_words(self, at: int) -> npt.NDArray[np.uint64]:
+    def head_words(self, at: int) -> np.NDArray[np.uint64]:
         """Return the eight bytes at `at` of each header as native numbers, strided. Do not write to them."""
         heads = self._heads
         return np.ndarray((len(heads),), np.uint64, heads, at, (_HEAD_BYTES,)) if len(heads) else np.empty(0, np.uint64)
 
-    size = _field("size", np.int32)
-    magic = _field("magic", np.int32)
-    checksum = _field("checksum", np.int32)
+    size = _int32s("size")
+    magic = _int32s("magic")
+    checksum = _int32s("checksum")
     """Field 3 as stored, in either profile."""
-    queue_id = _field("queue_id", np.int32)
-    flag = _field("flag", np.int32)
-    queue_offset = _field("queue_offset", np.int64)
-    physical_offset = _field("physical_offset", np.int64)
-    sys_flag = _field("sys_flag", np.int32)
-    born_timestamp_ms = _field("born_timestamp_ms", np.int64)
+    queue_id = _int32s("queue_id")
+    flag = _int32s("flag")
+    queue_offset = _int64s("queue_offset")
+    physical_offset = _int64s("physical_offset")
+    sys_flag = _int32s("sys_flag")
+    born_timestamp_ms = _int64s("born_timestamp_ms")
 
     # After bornHost each IPv6 address moves everything by 12 bytes. Such rows are rare, so columns are first read as if
     # there were none, and then corrected.
-    store_timestamp_ms = _field("store_timestamp_ms", np.int64, moves=True)
-    reconsume_times = _field("reconsume_times", np.int32, moves=True)
-    prepared_transaction_offset = _field("prepared_transaction_offset", np.int64, moves=True)
+    store_timestamp_ms = _int64s("store_timestamp_ms", moves=True)
+    reconsume_times = _int32s("reconsume_times", moves=True)
+    prepared_transaction_offset = _int64s("prepared_transaction_offset", moves=True)
 
     @cached_property
-    def _moved(self) -> npt.NDArray[np.intp]:
+    def _moved(self) -> np.NDArray[np.intp]:
         """Return rows with an IPv6 host that are long enough to have one."""
         rows = np.flatnonzero(self.sys_flag & (_record.BORN_HOST_V6 | _record.STORE_HOST_V6))
         if not len(rows):
@@ -328,11 +326,13 @@ class Headers:
         extra: _Int64s = np.add(born, store, dtype=np.int64) * IPV6_EXTRA
         return extra
 
-    def column(self, name: str, kind: type[_Number], *, moves: bool) -> npt.NDArray[_Number]:
+    def column(self, name: str, kind: type[_Number], *, moves: bool) -> np.NDArray[_Number]:
         """Return a field of all records. With `moves` it is after a host."""
         column = self._heads[name].astype(kind)
         if moves and len(rows := self._moved):
-            stored, at = _PLACES[name][:2]
+            fields = _head().fields
+            assert fields is not None
+            stored, at = fields[name][:2]
             # storeTimestamp is between the two hosts, the others are after both.
             extra = self._extra if name != "store_timestamp_ms" else self.born_host_size.astype(np.int64) - IPV4_BYTES
             column[rows] = _column(self._view, self.positions[rows] + at + extra[rows], stored)
@@ -364,7 +364,7 @@ class Headers:
         names = [self._view[at : at + size].tobytes() for at, size in zip(starts, sizes, strict=True)]
         return names, run.ints[_TOPIC, : len(self)]
 
-    def take_parts(self, table: npt.NDArray[np.int64]) -> None:
+    def take_parts(self, table: np.NDArray[np.int64]) -> None:
         """Set the columns of `_parts` that a caller has computed. All records are ok."""
         self._parts = (np.ones(len(self), np.bool_), table[0], table[1], table[2], table[3], table[4], table[5])
 
@@ -382,7 +382,7 @@ class Headers:
         ok = (magic == MAGIC_V1) | (second != 0)
         ok &= (spare > 0) & (positions + size <= len(self._view)) & (body_size >= 0) & (body_size < spare)
 
-        data: npt.NDArray[np.uint8] = np.ndarray((len(self._view),), np.uint8, self._view)
+        data: np.NDArray[np.uint8] = np.ndarray((len(self._view),), np.uint8, self._view)
         body = positions + _HEAD_BYTES + extra
         at = np.where(ok, body + body_size, 0)
         topic_size = data.view(np.int8)[at].astype(np.int64)
@@ -432,14 +432,14 @@ class Headers:
         return self._parts[6]
 
 
-def gather(buf: ReadableBuffer, positions: npt.ArrayLike) -> Headers:
+def gather(buf: ReadableBuffer, positions: np.ArrayLike) -> Headers:
     """Return the fields of the records that start at `positions`, in bytes from the start of `buf`.
     Raises ValueError if a position is negative or leaves no room for the smallest record. Any other damage makes `ok`
     False in that row."""
     return Headers(buf, positions)
 
 
-def collect(buf: ReadableBuffer, starts: _Int64s, sizes: _Int64s) -> npt.NDArray[np.uint8]:
+def collect(buf: ReadableBuffer, starts: _Int64s, sizes: _Int64s) -> np.NDArray[np.uint8]:
     """Return the bytes of values scattered over `buf`, concatenated in a new array. They may overlap."""
     if kernel is not None:
         data = np.empty(int(sizes.sum()), np.uint8)
@@ -507,13 +507,13 @@ def _tail_holds(view: memoryview, start: int, end: int, properties_size: int) ->
     return claimed is None or claimed == zlib.crc32(view[start : end - CRC_TAIL_BYTES]) & 0x7FFF_FFFF
 
 
-def _records_hold(view: memoryview, starts: _Int64s, sizes: _Int64s, stored: npt.NDArray[np.uint32]) -> _Bools:
+def _records_hold(view: memoryview, starts: _Int64s, sizes: _Int64s, stored: np.NDArray[np.uint32]) -> _Bools:
     """Compare the CRC-32C of whole records.
     The state after the checksum field depends on size and magic alone, so it is computed once per pair."""
     pairs, which = np.unique(_column(view, starts, ">i8"), return_inverse=True)
-    states = [crc32c.crc32c(pair.to_bytes(8, "big", signed=True) + bytes(4)) for pair in pairs.tolist()]
+    states = [crc32c(pair.to_bytes(8, "big", signed=True) + bytes(4)) for pair in pairs.tolist()]
     after_head = map(states.__getitem__, which.tolist())
-    computed = map(crc32c.crc32c, slices(view, starts + _record.QUEUE_ID_AT, sizes - _record.QUEUE_ID_AT), after_head)
+    computed = map(crc32c, slices(view, starts + _record.QUEUE_ID_AT, sizes - _record.QUEUE_ID_AT), after_head)
     holds: _Bools = np.fromiter(computed, np.uint32, len(starts)) == stored
     return holds
 

@@ -20,10 +20,7 @@ from operator import attrgetter
 from struct import Struct
 from typing import NamedTuple, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-from crc32c import crc32c
-
+from mqstore import arrays as np
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import InvalidMessageError, MQStoreError
 from mqstore.files.segment import Segment
@@ -44,7 +41,7 @@ from mqstore.layout.record import (
 )
 from mqstore.log.writing.log_tail import LogTail, QueueRef, QueueTail
 from mqstore.log.writing.receipts import SendReceipt, SendReceipts
-from mqstore.native import kernel
+from mqstore.native import crc32c, kernel
 from mqstore.signalsafe import Lock
 
 __all__ = [
@@ -245,7 +242,7 @@ class CommitLog(LogTail):
 
     def append_many(
         self, queue: QueueTail, bodies: list[bytes], tails: list[bytes] | bytes, flags: list[int] | int
-    ) -> tuple[int, int, npt.NDArray[np.int64], int]:
+    ) -> tuple[int, int, np.NDArray[np.int64], int]:
         """Append records that are contiguous and become visible together, all or none (format#batch).
 
         Returns (first queue offset, first physical offset, size of each, store timestamp). The caller has checked that
@@ -257,7 +254,7 @@ class CommitLog(LogTail):
         total = self.header_bytes * count + sizes_of_bodies[1]
         total += len(tails) * count if isinstance(tails, bytes) else sum(map(len, tails))
 
-        def encode(position: int) -> _Encoded[tuple[int, int, npt.NDArray[np.int64], int]]:
+        def encode(position: int) -> _Encoded[tuple[int, int, np.NDArray[np.int64], int]]:
             offset = queue.next_offset
             now_ms = self._time_ns() // _MS_NS
             data, sizes = encode_records(

@@ -15,21 +15,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import crc32c
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.files.descriptors import DescriptorCache
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.segment import segment_start
 from mqstore.files.tmp import new_file
-from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_UNIT, is_void
+from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, VOID, VOID_UNIT, is_void, unit_dtype, used_units
 from mqstore.layout.dispatch import Rows, as_kept, rows_of
 from mqstore.layout.record import MAGIC_V1
 from mqstore.layout.scan import Headers
 from mqstore.log.names import is_path_safe
 from mqstore.log.recovery.report import Finding, Kind
 from mqstore.log.writing.log_tail import QueueRef, QueueTail
+from mqstore.native import crc32c
 from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
@@ -87,7 +85,7 @@ class ConsumeQueue(QueueTail):
         """Return the queue's name, files and end as text. It must have files."""
         return f"{self.topic}/{self.queue_id}/{self._starts[0]}/{len(self._starts)}/{self.max_offset}"
 
-    def as_kept(self, found: npt.NDArray[np.void], wanted: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    def as_kept(self, found: np.NDArray[np.void], wanted: np.NDArray[np.void]) -> np.NDArray[np.void]:
         """Return `wanted`, the units derived from records, with data that only the `found` units have."""
         return as_kept(self.topic, found, wanted, has_addresses=self._table.has_addresses)
 
@@ -150,20 +148,17 @@ class ConsumeQueue(QueueTail):
     def _used_units(self, segment: int, *, exact: bool) -> int:
         per = self._table.units_per_segment
         if exact:
-            sizes = self.units(segment * per, per)["size"]
-            used = np.flatnonzero(sizes > 0)
-            return int(used[-1]) + 1 if len(used) else 0
+            return used_units(self.read(segment * per, per))
         # Bisected by blocks. The first block is read first, since most queues end there. The last used unit of a block
         # counts, so that readers see a hole before it, and do not take the hole for the end.
         low = at = 0
         high = per
         while low < high:
-            sizes = self.units(segment * per + at, min(_BLOCK_UNITS, high - at))["size"]
-            used = np.flatnonzero(sizes > 0)
-            count = int(used[-1]) + 1 if len(used) else 0
+            length = min(_BLOCK_UNITS, high - at)
+            count = used_units(self.read(segment * per + at, length))
             if count:
                 low = at + count
-            if count < len(sizes):
+            if count < length:
                 high = at + count
             at = low if high - low <= _BLOCK_UNITS else (low + high) // 2
         return low
@@ -188,7 +183,7 @@ class ConsumeQueue(QueueTail):
         """Find units that another process has published or removed since (format#readers)."""
         with self._table.news_lock:  # otherwise two threads would each add the units that both have found
             known = self.max_offset
-            if known > self.first_offset() and self.units(known - 1, 1)["size"][0] <= 0:
+            if known > self.first_offset() and self.unit(known - 1)[1] <= 0:
                 self.load(exact=False)  # it was cut, or retention removed its file, as it may once a later one exists
                 if self.max_offset < known:
                     self.min_offset = min(self.min_offset, self.max_offset)
@@ -242,24 +237,28 @@ class ConsumeQueue(QueueTail):
             return bytes(length)
         return data if len(data) == length else data + bytes(length - len(data))
 
-    def units(self, offset: int, count: int) -> npt.NDArray[np.void]:
-        """Return units [offset, offset + count) as a read-only array of `UNIT_DTYPE`."""
-        return np.frombuffer(self.read(offset, count), UNIT_DTYPE)
+    def unit(self, offset: int) -> tuple[int, int, int]:
+        """Return (physical offset, size, tags code) of a unit."""
+        return UNIT.unpack(self.read(offset, 1))
 
-    def chunks(self, start: int, stop: int) -> Iterator[tuple[int, npt.NDArray[np.void]]]:
+    def units(self, offset: int, count: int) -> np.NDArray[np.void]:
+        """Return units [offset, offset + count) as a read-only array of `unit_dtype`."""
+        return np.frombuffer(self.read(offset, count), unit_dtype())
+
+    def chunks(self, start: int, stop: int) -> Iterator[tuple[int, np.NDArray[np.void]]]:
         """Yield (offset, units) chunks of [start, stop), in order, each of bounded size."""
         while start < stop:
             count = min(stop - start, _CHUNK_UNITS)
             yield start, self.units(start, count)
             start += count
 
-    def held(self, start: int, stop: int) -> Iterator[tuple[int, npt.NDArray[np.void]]]:
+    def held(self, start: int, stop: int) -> Iterator[tuple[int, np.NDArray[np.void]]]:
         """Yield chunks as `chunks` does, but only of units in files. Gaps between files may be huge."""
         per = self._table.units_per_segment
         for segment in self._starts:
             yield from self.chunks(max(start, segment * per), min(stop, (segment + 1) * per))
 
-    def held_before(self, stop: int, most: int) -> Iterator[tuple[int, npt.NDArray[np.void]]]:
+    def held_before(self, stop: int, most: int) -> Iterator[tuple[int, np.NDArray[np.void]]]:
         """Yield chunks as `held` does, from slot `stop` back to the first, of at most `most` units."""
         per = self._table.units_per_segment
         for segment in reversed(self._starts):
@@ -271,11 +270,12 @@ class ConsumeQueue(QueueTail):
 
     def last_message(self) -> tuple[int, int, int]:
         """Return (physical offset, size, slot) of the newest unit that is used and not void, or (-1, 0, -1)."""
-        for at, units in self.held_before(self.max_offset, 64):
-            live = np.flatnonzero((units["size"] > 0) & ~is_void(units))
-            if len(live):
-                physical, size, _ = units[live[-1]].tolist()
-                return physical, size, at + int(live[-1])
+        per = self._table.units_per_segment
+        for segment in reversed(self._starts):
+            for slot in range(min(self.max_offset, (segment + 1) * per) - 1, segment * per - 1, -1):
+                unit = self.unit(slot)
+                if unit[1] > 0 and unit != VOID:
+                    return *unit[:2], slot
         return -1, 0, -1
 
     def write(self, offset: int, units: bytes | memoryview) -> None:
@@ -375,13 +375,12 @@ class ConsumeQueue(QueueTail):
             count = min(per, end - first)
             if count <= 0:
                 break
-            head = self.read(first, 1)
-            physical, size, _ = UNIT.unpack(head)
-            if physical >= min_physical and size > 0 and head != VOID_UNIT:
+            physical, size, _ = head = self.unit(first)
+            if physical >= min_physical and size > 0 and head != VOID:
                 self.min_offset = first
                 return
-            newest = self.units(first + count - 1, 1)
-            if newest["physical_offset"][0] < min_physical and not is_void(newest)[0] and first + count < end:
+            newest = self.unit(first + count - 1)
+            if newest[0] < min_physical and newest != VOID and first + count < end:
                 continue  # its newest message is gone, and so are all before it
             units = self.units(first, count)
             live = np.flatnonzero((units["physical_offset"] >= min_physical) & (units["size"] > 0) & ~is_void(units))
@@ -485,7 +484,7 @@ class QueueTable:
     def digest(self) -> int:
         """Return a number for the existing queues, their files, and their ends."""
         extents = (queue.extent() for queue in self if queue.max_offset and queue.list_files())
-        return sum(crc32c.crc32c(extent.encode("utf-8", "surrogateescape")) for extent in extents)
+        return sum(crc32c(extent.encode("utf-8", "surrogateescape")) for extent in extents)
 
     def _folders(self, path: str, *, own: bool = False) -> list[str]:
         if not os.path.isdir(path):

@@ -15,21 +15,20 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.clock import Clock
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.tmp import new_file
 from mqstore.layout.indexfile import (
     ENTRY_BYTES,
-    ENTRY_DTYPE,
     HEADER_BYTES,
     SLOT_BYTES,
     SLOT_DTYPE,
     IndexHeader,
     check_index,
+    entry_dtype,
     file_bytes,
     put_entries,
     query_entries,
@@ -38,6 +37,11 @@ from mqstore.layout.javahash import index_hash
 from mqstore.log.recovery.report import Finding
 from mqstore.native import fence
 from mqstore.signalsafe import Lock
+
+if TYPE_CHECKING:
+    _Ints = np.NDArray[np.int64] | Sequence[int]
+    _Entries = tuple[np.NDArray[np.int32] | Sequence[int], _Ints, _Ints]
+    """Entries as (key hashes, physical offsets, store times): arrays for many, lists for few."""
 
 _MAX_MAPPED = 16
 _MAX_UNSYNCED = 2
@@ -48,11 +52,6 @@ _MAX_PENDING = 1 << 20
 _STEP_BYTES = 1 << 16
 """Step in which entries get their disk blocks. Slots get theirs at creation, because on tmpfs even reading a hole of a
 mapped file allocates a block."""
-
-_Entries = tuple[
-    npt.NDArray[np.int32] | Sequence[int], npt.NDArray[np.int64] | Sequence[int], npt.NDArray[np.int64] | Sequence[int]
-]
-"""Entries as (key hashes, physical offsets, store times): arrays for many, lists for few."""
 
 
 class _Mapped:
@@ -148,13 +147,13 @@ class IndexFile:
         self.writable = False
         self.close()
 
-    def places(self) -> npt.NDArray[np.int64]:
+    def places(self) -> np.NDArray[np.int64]:
         """Return the physical offset of each entry, in put order."""
         return self._table()["physical_offset"].astype(np.int64)
 
     def between(
         self, used: int, low: int, high: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    ) -> tuple[np.NDArray[np.int64], np.NDArray[np.int32], np.NDArray[np.int64], np.NDArray[np.int64]]:
         """Return (number, key hash, physical offset, timeDiff) of the entries of records in `[low, high]`.
         They are in put order, and among the first `used`. Numbers begin with 0."""
         table = self._table()[:used]
@@ -168,7 +167,7 @@ class IndexFile:
         hashes, found = some["key_hash"].astype(np.int32), some["physical_offset"].astype(np.int64)
         return numbers, hashes, found, some["seconds"].astype(np.int64)
 
-    def _ascends(self, places: npt.NDArray[np.int64]) -> bool:
+    def _ascends(self, places: np.NDArray[np.int64]) -> bool:
         """Return True if entries are in the order of their records, as in every undamaged file."""
         if self._order is None or self._order[0] != len(places):
             self._order = len(places), not len(places) or bool((places[1:] >= places[:-1]).all())
@@ -192,10 +191,10 @@ class IndexFile:
         agree = (begin, end) == (header.begin_physical_offset, header.end_physical_offset)
         return (begin, end) if agree else None
 
-    def _table(self) -> npt.NDArray[np.void]:
+    def _table(self) -> np.NDArray[np.void]:
         used = min(max(self.header.next_entry, 1), self._entries)
         first = len(self.mapping) - ENTRY_BYTES * (self._entries - 1)
-        return np.frombuffer(self.mapping, ENTRY_DTYPE, used - 1, first)
+        return np.frombuffer(self.mapping, entry_dtype(), used - 1, first)
 
     def sync(self) -> None:
         if self.dirty and self.fd >= 0:
@@ -346,9 +345,9 @@ class Index:
 
     def put(
         self,
-        hashes: npt.NDArray[np.int32] | Sequence[int],
-        physical_offsets: npt.NDArray[np.int64] | Sequence[int],
-        store_timestamps_ms: npt.NDArray[np.int64] | Sequence[int],
+        hashes: np.NDArray[np.int32] | Sequence[int],
+        physical_offsets: np.NDArray[np.int64] | Sequence[int],
+        store_timestamps_ms: np.NDArray[np.int64] | Sequence[int],
         *,
         end: int,
     ) -> None:

@@ -17,9 +17,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.errors import MQStoreError
 from mqstore.files.filesystem import FileSystem
 from mqstore.layout.indexfile import (
@@ -38,7 +36,7 @@ _CHUNK = 1 << 18
 """Number of shapes examined in one pass: a few MiB of arrays for a file of any size."""
 
 
-def shape_of(data: npt.NDArray[np.uint8]) -> tuple[int, int] | None:
+def shape_of(data: np.NDArray[np.uint8]) -> tuple[int, int] | None:
     """Return (slots, entries) of the index file `data`, or None unless exactly one shape fits.
     A file without entries fits none."""
     length = len(data)
@@ -67,7 +65,7 @@ def shape_of(data: npt.NDArray[np.uint8]) -> tuple[int, int] | None:
     return shapes[0] if len(shapes) == 1 else None
 
 
-def _fitting(data: npt.NDArray[np.uint8], header: IndexHeader, slots: npt.NDArray[np.int64]) -> list[int]:
+def _fitting(data: np.NDArray[np.uint8], header: IndexHeader, slots: np.NDArray[np.int64]) -> list[int]:
     """Return the slot counts for which the first entry, the last entry and its slot are consistent."""
     first = HEADER_BYTES + SLOT_BYTES * slots + ENTRY_BYTES
     last = first + ENTRY_BYTES * (header.next_entry - 2)
@@ -82,11 +80,11 @@ def _fitting(data: npt.NDArray[np.uint8], header: IndexHeader, slots: npt.NDArra
     return [int(n) for n in slots[heads == header.next_entry - 1].tolist()]
 
 
-def _i64(data: npt.NDArray[np.uint8], at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _i64(data: np.NDArray[np.uint8], at: np.NDArray[np.int64]) -> np.NDArray[np.int64]:
     return np.ndarray((len(data) - 7,), ">i8", data, 0, (1,))[at].astype(np.int64)
 
 
-def _i32(data: npt.NDArray[np.uint8], at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _i32(data: np.NDArray[np.uint8], at: np.NDArray[np.int64]) -> np.NDArray[np.int64]:
     return np.ndarray((len(data) - 3,), ">i4", data, 0, (1,))[at].astype(np.int64)
 
 

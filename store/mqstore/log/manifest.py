@@ -8,13 +8,10 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -29,6 +26,7 @@ from mqstore.layout.record import Checksum
 from mqstore.layout.scan import find_next, read_run
 from mqstore.log.indexshape import shape_of_file
 from mqstore.options import DEFAULT_DELAY_LEVELS, DEFAULT_MESSAGE_BYTES, Profile, StoreConfig, delay_table_ms
+from mqstore.version import VERSION
 
 MANIFEST = "mqstore.json"
 GUARD = os.path.join("commitlog", "mqstore.profile")
@@ -439,12 +437,12 @@ def resolve(
             chosen,
             _sizes_of_new(chosen, config),
             config,
-            store_id=secrets.token_hex(16),
+            store_id=os.urandom(16).hex(),
             created_ms=clock.now_ms(),
             group_hash=config.group_hash or "jump",
             exists=False,
             has_file=True,
-            unknown={"created_by": f"mqstore {_version()}"},
+            unknown={"created_by": f"mqstore {VERSION}"},
         )
     if mixed := mixed_sizes(root, found.commitlog_segment_bytes, found.checksum, fs):
         raise CorruptStoreError(
@@ -474,14 +472,6 @@ def _agree(found: Manifest, root: Path, profile: Profile | None, config: StoreCo
     options = {"delay_levels": config.delay_levels, "max_message_size": config.max_message_size}
     new: dict[str, Any] = {k: v for k, v in options.items() if v is not None and v != getattr(found, k)}
     return replace(found, **new, is_changed=True) if new else found
-
-
-@cache  # the lookup takes longer than all other steps of creating a store
-def _version() -> str:
-    try:
-        return metadata.version("mqstore")
-    except metadata.PackageNotFoundError:  # running from a source tree
-        return "0"
 
 
 def save(manifest: Manifest, root: Path, fs: FileSystem) -> None:

@@ -12,9 +12,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
 
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.errors import FlushFailedError
 from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
@@ -181,7 +179,7 @@ def _newest_time(run: SegmentRun, start: int, now_ms: int, known: dict[int, int]
     return newest
 
 
-def _store_times(run: SegmentRun, segment: Segment, count: int | None = None) -> npt.NDArray[np.int64]:
+def _store_times(run: SegmentRun, segment: Segment, count: int | None = None) -> np.NDArray[np.int64]:
     """Return the store times (ms) of the first `count` records of a segment, or of all."""
     buffer = run.mapping(segment)
     positions, _ = walk(buffer, 0, len(buffer), count)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import ClassVar, Concatenate, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Concatenate, Literal, ParamSpec, TypeVar
 
 from mqstore.clock import SYSTEM_CLOCK
 from mqstore.files.filesystem import REAL, FileSystem
@@ -38,7 +38,6 @@ from mqstore.log.opening import Opening
 from mqstore.log.reading.change_feed import WriterFeed
 from mqstore.log.reading.iteration import IteratingReader
 from mqstore.log.recovery.recover import Progress, RecoverOptions
-from mqstore.log.recovery.verify import Verifier
 from mqstore.log.retention import Retainer
 from mqstore.log.stats import StoreStats, TaskErrors
 from mqstore.log.store_files import StoreParts
@@ -51,6 +50,9 @@ from mqstore.log.writing.writer import LogWriter
 from mqstore.native import Sending, compiled_put
 from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig, check_durability, seconds
 from mqstore.threads import start_thread
+
+if TYPE_CHECKING:
+    from mqstore.log.recovery.verify import Verifier
 
 _log = logging.getLogger("mqstore")
 _P = ParamSpec("_P")
@@ -424,6 +426,8 @@ class MessageStore(IteratingReader, Sending):
         )
 
     def _verifier_until(self, until: int | None) -> Callable[..., Verifier]:
+        from mqstore.log.recovery.verify import Verifier
+
         self._dispatcher.catch_up()
         problems = [*self.parts.missing_in_front(), *self.parts.misplaced()]
         return partial(Verifier, self.parts, live=True, until=until, problems=problems)

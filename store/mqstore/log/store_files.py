@@ -178,7 +178,7 @@ class StoreParts:
         newest = -1
         for queue in self.queue_table:
             if queue.max_offset > 0:
-                physical, size, _ = queue.units(queue.max_offset - 1, 1)[0].tolist()
+                physical, size, _ = queue.unit(queue.max_offset - 1)
                 if size < VOID_SIZE:
                     newest = max(newest, physical)
         known = newest >= self.log_files.min_offset

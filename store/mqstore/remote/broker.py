@@ -45,13 +45,14 @@ from mqstore.options import Duration, StoreConfig
 from mqstore.remote.connection import Connection
 from mqstore.remote.letters import RemoteLetters
 from mqstore.remote.short import ShortCalls, result_of
-from mqstore.remoting.calls import CALLS, CHECK, NEWS, PROTOCOL, TABLES, Call, library_version
+from mqstore.remoting.calls import CALLS, CHECK, NEWS, PROTOCOL, TABLES, Call
 from mqstore.remoting.codes import NOT_SUPPORTED
 from mqstore.remoting.frames import Frame
 from mqstore.remoting.short import put_fields, receipt_of
 from mqstore.remoting.signing import Signer
 from mqstore.remoting.values import loads, message_of
 from mqstore.signalsafe import Future
+from mqstore.version import VERSION
 
 _log = logging.getLogger("mqstore")
 
@@ -187,7 +188,7 @@ class RemoteBroker(ShortCalls, BrokerContract):
     def _greet(self, ask: Callable[[Frame], Frame]) -> None:
         call = CALLS["session.hello"]
         name = f"{socket.gethostname()}@{os.getpid()}@{self._client}"
-        given = {"protocol": PROTOCOL, "client": name, "version": library_version()}
+        given = {"protocol": PROTOCOL, "client": name, "version": VERSION}
         answer = ask(Frame(call.code, {}, call.request(given)))
         if answer.code == NOT_SUPPORTED:
             raise NotSupportedError(f"{self._connection.address} is not a server of mqstore")

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from datetime import datetime
 from functools import cached_property
-from importlib import metadata
 from typing import Any, Final, NamedTuple, Protocol, Unpack, get_args, get_origin, get_type_hints
 
 from mqstore import contract, errors
@@ -395,14 +394,6 @@ class Call:
         for name in self._in_order:
             if name not in values and name not in self._defaults and name in self._codecs:
                 raise kind(f"{self.method}() has no argument {name!r}")
-
-
-def library_version() -> str:
-    """Return the version of this mqstore."""
-    try:
-        return metadata.version("mqstore")
-    except metadata.PackageNotFoundError:  # running from a source tree
-        return "0"
 
 
 def _save_offsets() -> None:

@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Final
 
 from mqstore.errors import ConfigError
 from mqstore.files.filesystem import free_descriptors
-from mqstore.remoting.calls import library_version
 from mqstore.serve.connection import Connection, endpoint_of
+from mqstore.version import VERSION
 
 if TYPE_CHECKING:
     from mqstore.serve.server import Server
@@ -363,7 +363,7 @@ def _is_ours(accepted: socket.socket) -> bool:
 def announce(directory: Path, endpoints: Sequence[str]) -> None:
     """Write `serve.json` in one step. It is of use only while this process runs, so it is not synced."""
     new = directory / f"{_NOTICE_NAME}.tmp"
-    new.write_text(json.dumps({"pid": os.getpid(), "version": library_version(), "endpoints": list(endpoints)}) + "\n")
+    new.write_text(json.dumps({"pid": os.getpid(), "version": VERSION, "endpoints": list(endpoints)}) + "\n")
     new.replace(directory / _NOTICE_NAME)
 
 

@@ -18,7 +18,7 @@ from mqstore.broker.names import is_retry_topic
 from mqstore.broker.reading import Start
 from mqstore.errors import MQStoreError
 from mqstore.log.commitlog import QueueRef
-from mqstore.remoting.calls import library_version
+from mqstore.version import VERSION
 
 if TYPE_CHECKING:
     from mqstore.broker.broker import Broker
@@ -105,7 +105,7 @@ def clients(server: Server, sessions: Mapping[Connection, Any], asking: Connecti
             seen_s, produces = connection.last_frame_s, sorted(session.groups)
             found.append(row(connection, seen_s, own(session.members), **about, produces=produces))
     if left:
-        about = {"client_id": "(the server's process)", "language": "PYTHON", "version": library_version()}
+        about = {"client_id": "(the server's process)", "language": "PYTHON", "version": VERSION}
         found.append(row(None, now_s, own(left), **about, produces=[]))
     return found
 

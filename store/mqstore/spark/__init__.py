@@ -45,8 +45,8 @@ def register(spark: SparkSession) -> None:
     """Register the data source, `spark.read.format("mqstore")`, in a session.
 
     Spark finds the source by itself (`pyspark_mqstore`) unless another package has a broken `pyspark_*` module, which
-    hides all sources. Executors of a cluster that lack the package get it first (they must have numpy, pyarrow, crc32c
-    and portalocker). No setting of the session is changed. Raises ImportError with a text that says what to install,
+    hides all sources. Executors of a cluster that lack the package get it first (they must have numpy, pyarrow and
+    crc32c). No setting of the session is changed. Raises ImportError with a text that says what to install,
     and ConfigError if local workers run another Python without mqstore.
     """
     from mqstore.jobs.runner import ship

@@ -32,8 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from mqstore import arrays as np
 from mqstore.broker.tables.configchecks import CONFIG_CHECKS
 from mqstore.broker.tables.configfile import object_member
 from mqstore.broker.tables.external_offsets import ExternalOffsetFiles

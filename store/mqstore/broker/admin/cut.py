@@ -32,8 +32,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from crc32c import crc32c
-
 from mqstore.errors import ConfigError, FormatError, StoreIOError
 from mqstore.files.jsonfile import decode_json, read_json, save_json
 from mqstore.files.lock import refuse_beside_writer
@@ -67,6 +65,7 @@ from mqstore.log.recovery.report import Finding
 from mqstore.log.store import MessageStore
 from mqstore.log.writing.log_tail import QueueRef
 from mqstore.log.writing.outgoing import without_place
+from mqstore.native import crc32c
 
 __all__ = ["CutFile", "Progress", "Restore", "Tally", "cut_messages", "restore_cut"]
 

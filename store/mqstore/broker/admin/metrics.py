@@ -24,8 +24,6 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from mqstore.broker.admin.statistics import CounterKey, Samples, labels_of
 from mqstore.broker.context import messages_of
 from mqstore.broker.names import (
@@ -41,7 +39,7 @@ from mqstore.broker.names import (
 from mqstore.broker.pop.state import Standing
 from mqstore.broker.retention import physical_of
 from mqstore.broker.service import BackgroundService
-from mqstore.layout.consumequeue import is_message
+from mqstore.layout.consumequeue import UNIT_BYTES, count_messages
 from mqstore.layout.properties import REAL_TOPIC
 from mqstore.signalsafe import Lock
 
@@ -258,16 +256,16 @@ class Metrics(BackgroundService):
             count, begin = min(end, bounds[0]) - begin, min(end, bounds[0])
         while begin < end:
             try:
-                units = self._store.units(topic, queue_id, begin, min(_PAGE_UNITS, end - begin))
+                units = self._store.unit_bytes(topic, queue_id, begin, min(_PAGE_UNITS, end - begin))
             except OSError as error:
                 _log.warning("%s: cannot read the sizes of %s/%d (%s)", self._store.path, topic, queue_id, error)
                 return count + end - begin, size
             if not len(units):
                 return count + end - begin, size
-            mask = is_message(units)
-            count += int(np.count_nonzero(mask))
-            size += int(units["size"][mask].sum(dtype=np.int64))
-            begin += len(units)
+            messages, their_bytes = count_messages(units)
+            count += messages
+            size += their_bytes
+            begin += len(units) // UNIT_BYTES
         return count, size
 
     def _pops(self) -> Iterator[_Item]:

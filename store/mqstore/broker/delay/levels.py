@@ -35,9 +35,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.broker.context import Parts
 from mqstore.broker.delay.route import DELAY_PIECE, TOUCHED_NAMES, level_properties, parted, restored_end
 from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC, TIMER_TOPIC, QueueKey
@@ -287,7 +285,7 @@ class DelayService(Roller):
                 self._deliver(level, level.offset + 1, due_ms)
         return due_ms.get(begin + stop, now_ms)
 
-    def _times(self, level: _Level, units: npt.NDArray[np.void], now_ms: int) -> npt.NDArray[np.int64]:
+    def _times(self, level: _Level, units: np.NDArray[np.void], now_ms: int) -> np.NDArray[np.int64]:
         """Return the due times of the messages of `units`, which the units usually have."""
         times = units["tags_code"].astype(np.int64)
         if level.delay_ms is None:
@@ -300,7 +298,7 @@ class DelayService(Roller):
 
     # -- rolling ----------------------------------------------------------------------------------------------------
 
-    def waiting_below(self, physical_offset: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def waiting_below(self, physical_offset: int) -> tuple[np.NDArray[np.int64], np.NDArray[np.int64]]:
         """Return the waiting messages with records below `physical_offset`. See `Roller`."""
         offsets, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for level in self._levels.values():

@@ -15,13 +15,11 @@ import struct
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import crc32c
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.broker.delay.timerfiles import NOWHERE
 from mqstore.errors import FlushFailedError
 from mqstore.files.filesystem import FileSystem
+from mqstore.native import crc32c
 
 _JAVA: Final = struct.Struct(">7q")
 _EXTENSION: Final = struct.Struct(">iiq8q")
@@ -67,7 +65,7 @@ class JavaProgress(NamedTuple):
 class JavaPlaces:
     """Slots in which a Java broker placed the records at `offsets`, and the first slot that it had not read."""
 
-    def __init__(self, read_ms: int, offsets: npt.NDArray[np.int64], slots_ms: npt.NDArray[np.int64]) -> None:
+    def __init__(self, read_ms: int, offsets: np.NDArray[np.int64], slots_ms: np.NDArray[np.int64]) -> None:
         self._read_ms, self._offsets, self._slots_ms = read_ms, offsets, slots_ms
 
     def was_done(self, physical_offset: int) -> bool | None:
@@ -147,13 +145,13 @@ class TimerCheck:
 def _encode_extension(page: bytearray, at: int, counter: int, progress: Progress) -> None:
     _EXTENSION.pack_into(page, at, _EXTENSION_MAGIC, _EXTENSION_VERSION, counter, *progress)
     end = at + _EXTENSION.size
-    _CRC.pack_into(page, end, crc32c.crc32c(bytes(page[at:end])))
+    _CRC.pack_into(page, end, crc32c(bytes(page[at:end])))
 
 
 def _decode_extension(page: bytearray, at: int) -> tuple[int, Progress] | None:
     end = at + _EXTENSION.size
     magic, version, counter, *fields = _EXTENSION.unpack_from(page, at)
-    whole = _CRC.unpack_from(page, end)[0] == crc32c.crc32c(bytes(page[at:end]))
+    whole = _CRC.unpack_from(page, end)[0] == crc32c(bytes(page[at:end]))
     if magic != _EXTENSION_MAGIC or version != _EXTENSION_VERSION or not whole:
         return None
     return counter, Progress(*fields)

@@ -40,20 +40,19 @@ import os
 import struct
 from bisect import bisect_left
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import crc32c
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.broker.delay.route import PRECISION_MS
 from mqstore.errors import FlushFailedError
 from mqstore.files.filesystem import FileSystem, SyncNotBegunError
 from mqstore.files.segments import SegmentRun
 from mqstore.files.segmentwriter import SegmentWriter
 from mqstore.files.tmp import temporary_path
+from mqstore.native import crc32c
 
 NOWHERE: Final = -1
 WAITS, ROLLS, CANCELS = 1, 2, 4
@@ -66,19 +65,6 @@ class TimerFilesDamaged(Exception):  # noqa: N818  # not an error of the user: t
 _UNIT: Final = struct.Struct(">iqiqiqii")
 _SUM: Final = struct.Struct(">q")
 UNIT_BYTES: Final = _UNIT.size + _SUM.size
-UNIT_DTYPE: Final = np.dtype(
-    [
-        ("size", ">i4"),
-        ("previous", ">i8"),
-        ("magic", ">i4"),
-        ("write_ms", ">i8"),
-        ("delay_ms", ">i4"),
-        ("physical_offset", ">i8"),
-        ("record_size", ">i4"),
-        ("topic_hash", ">i4"),
-        ("sum", ">i8"),
-    ]
-)
 _BLANK: Final = struct.Struct(">iqi")
 _BLANK_MAGIC: Final = 0xCBD4_3194 - (1 << 32)
 _UNITS_READ: Final = 8_192
@@ -105,10 +91,28 @@ class TimerUnit(NamedTuple):
         return self.slot_ms + 1 + (self.write_ms - 1) % PRECISION_MS
 
 
+@cache
+def unit_dtype() -> np.dtype[np.void]:
+    """Return the dtype of the log's units."""
+    return np.dtype(
+        [
+            ("size", ">i4"),
+            ("previous", ">i8"),
+            ("magic", ">i4"),
+            ("write_ms", ">i8"),
+            ("delay_ms", ">i4"),
+            ("physical_offset", ">i8"),
+            ("record_size", ">i4"),
+            ("topic_hash", ">i4"),
+            ("sum", ">i8"),
+        ]
+    )
+
+
 def encode_unit(position: int, unit: TimerUnit) -> bytes:
     """Return the 52 bytes of `unit` at `position` of the timer log."""
     data = _UNIT.pack(UNIT_BYTES, *unit)
-    return data + _SUM.pack(crc32c.crc32c(data, position & 0xFFFF_FFFF))
+    return data + _SUM.pack(crc32c(data, position & 0xFFFF_FFFF))
 
 
 def decode_unit(position: int, data: bytes) -> TimerUnit:
@@ -118,14 +122,14 @@ def decode_unit(position: int, data: bytes) -> TimerUnit:
     return TimerUnit(*_UNIT.unpack_from(data)[1:])
 
 
-def slots_of_units(units: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+def slots_of_units(units: np.NDArray[np.void]) -> np.NDArray[np.int64]:
     """Return the slot of each unit, in ms."""
-    slots: npt.NDArray[np.int64] = units["write_ms"].astype(np.int64) + units["delay_ms"]
+    slots: np.NDArray[np.int64] = units["write_ms"].astype(np.int64) + units["delay_ms"]
     return slots
 
 
 def _sum(position: int, data: bytes | memoryview) -> int:
-    return crc32c.crc32c(data[: _UNIT.size], position & 0xFFFF_FFFF)
+    return crc32c(data[: _UNIT.size], position & 0xFFFF_FFFF)
 
 
 class TimerLog:
@@ -169,7 +173,7 @@ class TimerLog:
             run.drop_from(-(-end // size) * size)
             run.drop_before(low)
 
-    def placed_by_java(self, end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def placed_by_java(self, end: int) -> tuple[np.NDArray[np.int64], np.NDArray[np.int64]]:
         """Return (physical offsets, slots) of the units in a Java broker's log up to `end`, sorted by offset.
         A record that was placed again has its last slot. Empty if a part of the log is missing."""
         try:
@@ -178,7 +182,7 @@ class TimerLog:
             found = [units[units["size"] == UNIT_BYTES] for _, units in self.scan(self._run.min_offset, verified=False)]
         except TimerFilesDamaged:
             found = []
-        none = np.empty(0, UNIT_DTYPE)
+        none = np.empty(0, unit_dtype())
         units = np.concatenate([none, *found])[::-1]
         offsets, at = np.unique(units["physical_offset"].astype(np.int64), return_index=True)
         return offsets, slots_of_units(units[at])
@@ -266,7 +270,7 @@ class TimerLog:
 
     def scan(
         self, low: int, stop: int | None = None, *, verified: bool
-    ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]]:
+    ) -> Iterator[tuple[np.NDArray[np.int64], np.NDArray[np.void]]]:
         """Yield (positions, units) of the units from `low` on, segment by segment.
         Ends at `stop`, or at the end of the log if it is None. All units must be written. With `verified` each is
         checked, and TimerFilesDamaged is raised for the first bad one."""
@@ -283,7 +287,7 @@ class TimerLog:
                 continue
             data = memoryview(self._run.mapping(segment))[first * UNIT_BYTES : last * UNIT_BYTES]
             positions = np.arange(first, last, dtype=np.int64) * UNIT_BYTES + start
-            units: npt.NDArray[np.void] = np.frombuffer(data, UNIT_DTYPE)
+            units: np.NDArray[np.void] = np.frombuffer(data, unit_dtype())
             if verified:
                 sums = units["sum"].tolist()
                 for at, position, expected in zip(
@@ -327,7 +331,7 @@ class TimerLog:
 
 WHEEL_SLOTS: Final = 2 * 7 * 86_400
 _SLOT: Final = struct.Struct(">qqqii")
-_SLOT_DTYPE: Final = np.dtype([("tick", ">i8"), ("first", ">i8"), ("last", ">i8"), ("num", ">i4"), ("magic", ">i4")])
+_SLOT_FIELDS: Final = [("tick", ">i8"), ("first", ">i8"), ("last", ">i8"), ("num", ">i4"), ("magic", ">i4")]
 SLOT_BYTES: Final = _SLOT.size
 WHEEL_BYTES: Final = WHEEL_SLOTS * SLOT_BYTES
 _BLOCK_SLOTS: Final = 2048
@@ -359,13 +363,13 @@ class TimerWheel:
         self._dirty: dict[int, Slot] = {}
         """Slots that `put` has changed and `write` has not yet written, by tick (time / precision)."""
 
-    def make(self, slots_ms: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> None:
+    def make(self, slots_ms: np.NDArray[np.int64], positions: np.NDArray[np.int64]) -> None:
         """Replace the wheel by one of units at ascending `positions`, each in its slot of `slots_ms`.
         If this fails the old one is kept."""
         ticks, first_at, nums = np.unique(slots_ms // PRECISION_MS, return_index=True, return_counts=True)
         backwards = (slots_ms // PRECISION_MS)[::-1]
         last_at = len(backwards) - 1 - np.unique(backwards, return_index=True)[1]
-        slots = np.zeros(len(ticks), _SLOT_DTYPE)
+        slots = np.zeros(len(ticks), _SLOT_FIELDS)
         slots["tick"], slots["first"], slots["last"] = ticks, positions[first_at], positions[last_at]
         slots["num"] = nums
         fs, new = self._fs, temporary_path(self._tmp, "timerwheel")
@@ -382,7 +386,7 @@ class TimerWheel:
         self.close()
         self._fd = fd
 
-    def _write_blocks(self, fd: int, slots: npt.NDArray[np.void]) -> None:
+    def _write_blocks(self, fd: int, slots: np.NDArray[np.void]) -> None:
         """Write scattered slots to an empty file in blocks, since half a million calls of 32 bytes take seconds."""
         places = slots["tick"].astype(np.int64) % WHEEL_SLOTS
         order = np.argsort(places, kind="stable")
@@ -391,7 +395,7 @@ class TimerWheel:
         starts = np.flatnonzero(np.diff(blocks, prepend=-1)).tolist()
         for begin, stop in pairwise([*starts, len(blocks)]):
             at = int(blocks[begin]) * _BLOCK_SLOTS
-            block = np.zeros(min(_BLOCK_SLOTS, WHEEL_SLOTS - at), _SLOT_DTYPE)
+            block = np.zeros(min(_BLOCK_SLOTS, WHEEL_SLOTS - at), _SLOT_FIELDS)
             block[places[begin:stop] - at] = slots[begin:stop]
             self._fs.pwrite(fd, block.tobytes(), at * SLOT_BYTES)
 
@@ -429,8 +433,8 @@ class TimerWheel:
         while tick < stop:
             place = tick % WHEEL_SLOTS
             count = min(stop - tick, WHEEL_SLOTS - place, _BLOCK_SLOTS)
-            slots: npt.NDArray[np.void] = np.frombuffer(
-                self._fs.pread(self._fd, count * SLOT_BYTES, place * SLOT_BYTES), _SLOT_DTYPE
+            slots: np.NDArray[np.void] = np.frombuffer(
+                self._fs.pread(self._fd, count * SLOT_BYTES, place * SLOT_BYTES), _SLOT_FIELDS
             )
             if len(slots) < count:
                 raise TimerFilesDamaged("timer wheel: the file is too short")

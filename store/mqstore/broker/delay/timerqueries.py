@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.broker.context import Parts, messages_of
 from mqstore.broker.delay.route import Cancellations, copies_of, recallable
 from mqstore.broker.delay.timerfiles import TimerFilesDamaged, TimerLog, TimerUnit
@@ -125,7 +123,7 @@ class TimerQueries(Roller):
                 self._messages.cancel(wanted, max(message.born_timestamp_ms for message in waiting))
             return bool(waiting)
 
-    def waiting_below(self, physical_offset: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def waiting_below(self, physical_offset: int) -> tuple[np.NDArray[np.int64], np.NDArray[np.int64]]:
         """Return the waiting messages that are placed and written. See `Roller`."""
         offsets, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         with self._lock:

@@ -17,9 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.broker.delay.route import PRECISION_MS, Cancellations, slot_of
 from mqstore.broker.delay.timercheck import Progress
 from mqstore.broker.delay.timerfiles import (
@@ -27,13 +25,13 @@ from mqstore.broker.delay.timerfiles import (
     NOWHERE,
     ROLLS,
     UNIT_BYTES,
-    UNIT_DTYPE,
     Slot,
     TimerFilesDamaged,
     TimerLog,
     TimerUnit,
     TimerWheel,
     slots_of_units,
+    unit_dtype,
 )
 from mqstore.log.message import Message
 
@@ -136,7 +134,7 @@ class TimerUnits:
             waits &= np.isin(units["topic_hash"], hashes)
             yield from zip(positions[waits].tolist(), units["physical_offset"][waits].tolist(), strict=True)
 
-    def old(self, physical_offset: int, read_ms: int) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]]:
+    def old(self, physical_offset: int, read_ms: int) -> Iterator[tuple[np.NDArray[np.int64], np.NDArray[np.void]]]:
         """Yield (positions, units) of the written units that wait and have records below `physical_offset`.
         These are the first from `low` on, since later units have later records."""
         for positions, units in self.log.scan(self.low, max(self.low, self.log.written), verified=False):
@@ -157,7 +155,7 @@ class TimerUnits:
         self.low = max(self.low, end)
         return None
 
-    def place_again(self, read_ms: int, begin_ms: int, left: npt.NDArray[np.int64] | None) -> int:
+    def place_again(self, read_ms: int, begin_ms: int, left: np.NDArray[np.int64] | None) -> int:
         """Append all waiting units again, for reading from `begin_ms`. Return their number.
         The log must be written. `left` are the positions of slot `read_ms` that are not done. None means that all
         wait."""
@@ -177,10 +175,10 @@ class TimerUnits:
         return len(again)
 
 
-def units_from(log: TimerLog, low: int, read_ms: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]:
+def units_from(log: TimerLog, low: int, read_ms: int) -> tuple[np.NDArray[np.int64], np.NDArray[np.void]]:
     """Return (positions, units) from `low` on whose slot is `read_ms` or later. Each is checked.
     The log must be written."""
-    found = [(np.empty(0, np.int64), np.empty(0, UNIT_DTYPE))]
+    found = [(np.empty(0, np.int64), np.empty(0, unit_dtype()))]
     for positions, units in log.scan(low, verified=True):
         live = slots_of_units(units) >= read_ms
         found.append((positions[live], units[live]))
@@ -188,18 +186,18 @@ def units_from(log: TimerLog, low: int, read_ms: int) -> tuple[npt.NDArray[np.in
     return np.concatenate(all_positions), np.concatenate(all_units)
 
 
-def in_order_of_due(units: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+def in_order_of_due(units: np.NDArray[np.void]) -> np.NDArray[np.bool_]:
     """Return a mask of the units that are handled one by one.
     These are all but cancellations that take effect in their slot."""
-    mask: npt.NDArray[np.bool_] = units["magic"] & (CANCELS | ROLLS) != CANCELS
+    mask: np.NDArray[np.bool_] = units["magic"] & (CANCELS | ROLLS) != CANCELS
     return mask
 
 
-def waiting_units(units: npt.NDArray[np.void], progress: Progress) -> tuple[npt.NDArray[np.bool_], int]:
+def waiting_units(units: np.NDArray[np.void], progress: Progress) -> tuple[np.NDArray[np.bool_], int]:
     """Return a mask of the `units_from` that wait, and the latest due time of those that are done.
     `progress` decides. Cancellations are not in the mask. The due time is that of units of slot `read_ms`, or 0 if none
     is done. Raises TimerFilesDamaged if the slot has fewer units than are done."""
-    waits: npt.NDArray[np.bool_] = units["magic"] & CANCELS == 0
+    waits: np.NDArray[np.bool_] = units["magic"] & CANCELS == 0
     in_turn = np.flatnonzero((slots_of_units(units) == progress.read_ms) & in_order_of_due(units))
     done = in_turn[np.argsort(due_times(units[in_turn]), kind="stable")][: progress.slot_done]
     if len(done) < progress.slot_done:
@@ -208,7 +206,7 @@ def waiting_units(units: npt.NDArray[np.void], progress: Progress) -> tuple[npt.
     return waits, int(due_times(units[done]).max(initial=0))
 
 
-def due_times(units: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+def due_times(units: np.NDArray[np.void]) -> np.NDArray[np.int64]:
     return slots_of_units(units) + 1 + (units["write_ms"].astype(np.int64) - 1) % PRECISION_MS
 
 
@@ -332,7 +330,7 @@ class SlotReading:
         at = bisect_left(self._turns, turn, self.done)
         return at < len(self._turns) and self._turns[at] == turn
 
-    def left(self) -> npt.NDArray[np.int64]:
+    def left(self) -> np.NDArray[np.int64]:
         """Return the positions of the units that are not done."""
         return np.frombuffer(self._turns, np.int64)[self.done :] & _POSITION
 

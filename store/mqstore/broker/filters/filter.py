@@ -22,11 +22,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Literal, Protocol
 
-from mqstore.broker.filters import sql92
-from mqstore.broker.filters.sqltokens import JAVA_BLANKS
 from mqstore.errors import FilterError
 from mqstore.layout.properties import TAGS
-from mqstore.log.reading.tagfilter import TagFilter, UnitFilter, refuse_single_bar
+from mqstore.log.reading.tagfilter import JAVA_BLANKS, TagFilter, UnitFilter, refuse_single_bar
 
 FilterKind = Literal["TAG", "SQL92"]
 
@@ -118,7 +116,9 @@ def _parse_tags(expression: str) -> TagSubscription | None:
     return TagSubscription(expression, frozenset(piece.strip(JAVA_BLANKS) for piece in pieces) - {""})
 
 
-def _parse_sql(expression: str) -> sql92.SqlSubscription:
+def _parse_sql(expression: str) -> Filter:
+    from mqstore.broker.filters import sql92  # few programs need it, and its expressions take long to compile
+
     if not expression:
         raise FilterError("an SQL92 filter needs an expression; to receive everything use tags '*'", 0)
     return sql92.compile(expression)

@@ -30,9 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.broker.filters.sqltokens import (
     HINTS,
     Lexer,
@@ -90,7 +88,7 @@ class SqlSubscription:
                 _log.warning("filter %.80r: %s; not delivered (error %d of this filter)", self.expression, error, count)
             return False
 
-    def prefilter(self, tags_codes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def prefilter(self, tags_codes: np.NDArray[np.int64]) -> np.NDArray[np.bool_]:
         """Pass all units."""
         return np.ones(len(tags_codes), np.bool_)
 

@@ -12,6 +12,7 @@ import unicodedata
 from typing import NamedTuple
 
 from mqstore.errors import FilterError
+from mqstore.log.reading.tagfilter import JAVA_BLANKS
 
 
 class Token(NamedTuple):
@@ -123,8 +124,6 @@ _DOUBLE = re.compile(
       | (?P<hex> 0[xX] (?: [0-9a-fA-F]+\.? | [0-9a-fA-F]*\.[0-9a-fA-F]+ ) [pP][+-]?[0-9]+ ) [fFdD]? )""",
     re.VERBOSE,
 )
-JAVA_BLANKS = "".join(map(chr, range(0x21)))
-"""Characters that `String.trim` removes. A no-break space is not removed."""
 
 
 def _parse_integer(text: str, bits: int) -> int:

@@ -20,6 +20,7 @@ from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.pop.unordered import UnorderedQueues
 from mqstore.broker.service import Pin, Wake
 from mqstore.broker.tables.configfile import ConfigFile
+from mqstore.layout.consumequeue import UNIT
 from mqstore.options import seconds
 from mqstore.signalsafe import Lock
 
@@ -109,10 +110,10 @@ class PopKeeper:
 
     def pins(self) -> Iterable[Pin]:
         """Yield the record from which a replay begins. Committed offsets pin the messages in flight."""
-        units = self._store.units(POP_LOG_TOPIC, 0, self._position(), 1)
-        if len(units):
+        unit = self._store.unit_bytes(POP_LOG_TOPIC, 0, self._position(), 1)
+        if unit:
             why = "popped and not settled"
-            yield Pin(int(units["physical_offset"][0]), POP_LOG_TOPIC, 0, POP_LOG_GROUP, why)
+            yield Pin(UNIT.unpack(unit)[0], POP_LOG_TOPIC, 0, POP_LOG_GROUP, why)
 
     def _position(self) -> int:
         return self._parts.offsets.committed(POP_LOG_KEY) or 0
@@ -157,8 +158,8 @@ class PopKeeper:
         far = self._store.max_offset - _REPLAY_SEGMENTS * self._store.manifest.commitlog_segment_bytes
 
         def is_near(position: int) -> bool:
-            units = self._store.units(POP_LOG_TOPIC, 0, position, 1)
-            return not len(units) or int(units["physical_offset"][0]) >= far
+            unit = self._store.unit_bytes(POP_LOG_TOPIC, 0, position, 1)
+            return not unit or UNIT.unpack(unit)[0] >= far
 
         first = max(low, self._position())
         if far > 0 and first < end:

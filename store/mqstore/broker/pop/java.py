@@ -39,9 +39,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.broker.delay.route import number, slot_of
 from mqstore.broker.delay.timercheck import TimerCheck
 from mqstore.broker.names import TIMER_TOPIC, QueueKey, popped_topic
@@ -221,7 +219,7 @@ class JavaTakeover:
             result = store.get(topic, queue_id, begin, _CHUNK, tags=_MARKED)
             if result.next_offset <= begin:
                 return
-            codes: npt.NDArray[np.int64] = store.units(topic, queue_id, begin, result.next_offset - begin)["tags_code"]
+            codes: np.NDArray[np.int64] = store.units(topic, queue_id, begin, result.next_offset - begin)["tags_code"]
             known = codes > LAST_ADDRESS  # other codes may match any tag
             lost = int(np.count_nonzero(_MARKED.prefilter(codes) & known)) - len(result.messages)
             if lost:

@@ -18,6 +18,7 @@ from mqstore.broker.pop.orderinfo import ERROR_CHARS, OrderInfo
 from mqstore.errors import FormatError, MQStoreError
 from mqstore.files.jsonfile import load_json
 from mqstore.files.segment import place_in_file
+from mqstore.layout.consumequeue import UNIT
 from mqstore.layout.javahash import java_hash
 from mqstore.layout.jsontext import decode
 from mqstore.layout.properties import TAGS
@@ -130,7 +131,8 @@ class PopLog:
         position = max(start, low)
         while position < end:
             count = min(_CHUNK, end - position)
-            codes = self._store.units(POP_LOG_TOPIC, 0, position, count)["tags_code"].tolist()
+            units = self._store.unit_bytes(POP_LOG_TOPIC, 0, position, count)
+            codes = [code for _, _, code in UNIT.iter_unpack(units)]
             found = self._store.get(POP_LOG_TOPIC, 0, position, count)
             for message in found.messages:
                 kind = hashes.get(codes[message.offset - position])

@@ -39,8 +39,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-
+from mqstore import arrays as np
 from mqstore.broker.context import Parts
 from mqstore.broker.names import QueueKey
 from mqstore.errors import MQStoreError

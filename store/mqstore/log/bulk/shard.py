@@ -26,10 +26,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
-import numpy.typing as npt
-from crc32c import crc32c
-
+from mqstore import arrays as np
 from mqstore.errors import FormatError, StoreIOError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import decode_json, encode_json, read_json
@@ -41,7 +38,7 @@ from mqstore.layout.scan import Headers, gather, has_crc_tail, walk
 from mqstore.log.names import MAX_QUEUE_ID, is_path_safe
 from mqstore.log.reading.prefetch import Prefetch
 from mqstore.log.writing.log_tail import QueueRef
-from mqstore.native import kernel
+from mqstore.native import crc32c, kernel
 from mqstore.options import Profile
 
 WINDOW_BYTES = 8 << 20
@@ -74,8 +71,8 @@ class Groups(NamedTuple):
     """Queues of a window's records: record i goes to `keys[group[i]]`. `counts` are totals by key."""
 
     keys: list[QueueRef]
-    group: npt.NDArray[np.integer]
-    counts: npt.NDArray[np.int64]
+    group: np.NDArray[np.integer]
+    counts: np.NDArray[np.int64]
 
 
 def by_queue(window: Window) -> Groups:
@@ -275,7 +272,7 @@ class Shard:
                 _refuse(self.file, wrong, "properties", base + int(headers.positions[row]))
 
 
-def _rows_with_inner(window: Window) -> npt.NDArray[np.int64]:
+def _rows_with_inner(window: Window) -> np.NDArray[np.int64]:
     """Return the records whose properties may have one of the two reserved names. Some may be listed twice."""
     headers = window.headers
     if kernel is None:

@@ -34,10 +34,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-from crc32c import crc32c
-
+from mqstore import arrays as np
 from mqstore.errors import ConfigError, FlushFailedError, FormatError, StoreClosedError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.segment import place_in_file
@@ -64,7 +61,7 @@ from mqstore.log.writing.log_tail import QueueRef
 from mqstore.log.writing.syncs import LogSyncs
 from mqstore.log.writing.wakeups import Wakeups
 from mqstore.log.writing.writer import LogWriter
-from mqstore.native import kernel
+from mqstore.native import crc32c, kernel
 from mqstore.signalsafe import Lock
 
 _log = logging.getLogger("mqstore")
@@ -323,9 +320,7 @@ def _published(queues: Mapping[QueueRef, ConsumeQueue], stops: Mapping[QueueRef,
 # -- a window ----------------------------------------------------------------------------------------------------------
 
 
-def _numbers_of(
-    window: Window, known: Groups | None, stops: dict[QueueRef, int], shard: Shard
-) -> npt.NDArray[np.int64]:
+def _numbers_of(window: Window, known: Groups | None, stops: dict[QueueRef, int], shard: Shard) -> np.NDArray[np.int64]:
     """Return the queue offset of each record, and advance `stops`.
     Raises FormatError if the records differ from the checked ones. The CRC finds changes that this comparison does not
     see."""
@@ -348,8 +343,8 @@ def _numbers_of(
 
 def _patch(
     window: Window,
-    offsets: npt.NDArray[np.int64],
-    places: npt.NDArray[np.int64],
+    offsets: np.NDArray[np.int64],
+    places: np.NDArray[np.int64],
     stamp_ms: int,
     checksum: Checksum,
 ) -> None:
@@ -402,7 +397,7 @@ class _Sink:
             self._pending.pop(0).result()
         return buffer if len(buffer) >= size else np.empty(size, np.uint8).data
 
-    def lay(self, sizes: npt.NDArray[np.int32]) -> tuple[list[tuple[int, int]], npt.NDArray[np.int64]]:
+    def lay(self, sizes: np.NDArray[np.int32]) -> tuple[list[tuple[int, int]], np.NDArray[np.int64]]:
         """Find positions for consecutive records of these sizes. None may be larger than a segment can hold.
 
         Returns two values. The first has contiguous batches as (index after the last record, physical offset). The

@@ -8,9 +8,7 @@ from __future__ import annotations
 import mmap
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.files.segment import Segment
 from mqstore.layout.dispatch import is_listed
 from mqstore.layout.record import MIN_RECORD_BYTES, Checksum
@@ -24,23 +22,23 @@ from mqstore.native import kernel
 class Checked(NamedTuple):
     """Result of checking the records of some units."""
 
-    good: npt.NDArray[np.bool_]
+    good: np.NDArray[np.bool_]
     headers: Headers | None = None
     """Header fields, if all records are good and the check has read them."""
-    body_ends: npt.NDArray[np.int64] | None = None
+    body_ends: np.NDArray[np.int64] | None = None
     """End of each body in the buffer, or -1 for a body that is compressed or has a host that is not IPv4.
     Only the compiled check computes them."""
-    bodies: npt.NDArray[np.uint8] | None = None
+    bodies: np.NDArray[np.uint8] | None = None
     """All bodies, concatenated, if requested and if no end is -1."""
 
 
 class Units(NamedTuple):
     """Units of a queue and the starts of their records in a buffer, one array each."""
 
-    starts: npt.NDArray[np.int64]
-    physical: npt.NDArray[np.int64]
-    sizes: npt.NDArray[np.int64]
-    slots: npt.NDArray[np.int64]
+    starts: np.NDArray[np.int64]
+    physical: np.NDArray[np.int64]
+    sizes: np.NDArray[np.int64]
+    slots: np.NDArray[np.int64]
 
 
 class RecordChecker:
@@ -74,9 +72,9 @@ class RecordChecker:
     def check(
         self,
         queue: ConsumeQueue,
-        physical: npt.NDArray[np.int64],
-        sizes: npt.NDArray[np.int64],
-        slots: npt.NDArray[np.int64],
+        physical: np.NDArray[np.int64],
+        sizes: np.NDArray[np.int64],
+        slots: np.NDArray[np.int64],
     ) -> tuple[mmap.mmap | None, Checked]:
         """Check the records of units of one segment. Return its mapping (None if the file is gone) and the result."""
         there = self.segment_at(int(physical[0]), int((physical + sizes).max()))
@@ -144,7 +142,7 @@ def _ordinary(
 
 def _sound(
     queue: ConsumeQueue, buffer: mmap.mmap | bytes, units: Units, checksum: Checksum | None
-) -> tuple[npt.NDArray[np.intp], Headers]:
+) -> tuple[np.NDArray[np.intp], Headers]:
     """Check records by arrays. Return the indices of the good ones, and their headers."""
     starts, physical, sizes, slots = units
     rows = np.flatnonzero((starts + sizes <= len(buffer)) & (sizes >= MIN_RECORD_BYTES))

@@ -26,8 +26,7 @@ from collections.abc import Callable, Iterator
 from itertools import groupby, repeat
 from operator import attrgetter
 
-import numpy as np
-
+from mqstore import arrays as np
 from mqstore.layout.consumequeue import UNIT_BYTES, is_void
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.message import Find, Message, UnitBatch

@@ -16,11 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.clock import SYSTEM_CLOCK
 from mqstore.closing import Closing
 from mqstore.errors import (
@@ -36,7 +34,7 @@ from mqstore.errors import (
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import NO_CHECKS, Check
 from mqstore.files.safe_open import resolved
-from mqstore.layout.consumequeue import UNIT, UNIT_DTYPE, VOID_SIZE
+from mqstore.layout.consumequeue import UNIT, VOID_SIZE, unit_dtype
 from mqstore.layout.messageid import decode_message_id
 from mqstore.layout.record import MIN_RECORD_BYTES
 from mqstore.log.consumequeue import ConsumeQueue
@@ -48,13 +46,15 @@ from mqstore.log.reading.checking import RecordChecker
 from mqstore.log.reading.records import RecordReader, Request
 from mqstore.log.reading.tagfilter import UnitFilter, parse_tags
 from mqstore.log.recovery.report import Finding, RecoveryReport
-from mqstore.log.recovery.verify import Verifier
 from mqstore.log.retention import disk_ratio
 from mqstore.log.stats import StoreStats
 from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.log_tail import QueueRef
 from mqstore.options import Duration, StoreConfig
 from mqstore.signalsafe import Lock
+
+if TYPE_CHECKING:
+    from mqstore.log.recovery.verify import Verifier
 
 Bound = Literal["lower", "upper"]
 GetStatus = Literal[
@@ -308,17 +308,21 @@ class StoreReader(Closing):
         """Return the physical offset below which messages of the topic are deleted. It is usually 0."""
         return self.queue_table.deleted.get(topic, 0)
 
-    def units(self, topic: str, queue_id: int, offset: int, max_units: int) -> npt.NDArray[np.void]:
+    def units(self, topic: str, queue_id: int, offset: int, max_units: int) -> np.NDArray[np.void]:
         """Return units of a queue from `offset` on as an array (physical_offset, size, tags_code).
         The array is empty if queue or offset does not exist. The records are neither read nor verified."""
+        return np.frombuffer(self.unit_bytes(topic, queue_id, offset, max_units), unit_dtype())
+
+    def unit_bytes(self, topic: str, queue_id: int, offset: int, max_units: int) -> bytes:
+        """Return the bytes of the units that `units` returns."""
         queue = self.queue_table.get(topic, queue_id)
         if queue is None:
-            return np.empty(0, UNIT_DTYPE)
+            return b""
         if offset + max_units > queue.max_offset:
             self.news.catch_up(queue)
         if offset < queue.min_offset:
-            return np.empty(0, UNIT_DTYPE)
-        return queue.units(offset, max(0, min(max_units, queue.max_offset - offset)))
+            return b""
+        return queue.read(offset, max(0, min(max_units, queue.max_offset - offset)))
 
     # -- messages ---------------------------------------------------------------------------------------------------
 

@@ -15,9 +15,7 @@ from itertools import pairwise, repeat
 from types import ModuleType
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.errors import FormatError
 from mqstore.files.lock import writer_alive
 from mqstore.files.segment import place_in_file
@@ -168,7 +166,7 @@ class RecordReader:
             self.bytes_read += int(sizes[here][good].sum())
         return messages, after, stop
 
-    def _choose(self, asked: Request) -> tuple[npt.NDArray[np.void], npt.NDArray[np.intp], int, bool]:
+    def _choose(self, asked: Request) -> tuple[np.NDArray[np.void], np.NDArray[np.intp], int, bool]:
         """Return the units, indices of those that the read asks for, the offset after the last one, and a flag.
         The flag is True if `max_bytes` ended the read. A hole is logged as lost."""
         queue, offset, count, unit_filter, max_messages, max_bytes, is_first, tell = asked

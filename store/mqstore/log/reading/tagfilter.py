@@ -5,11 +5,10 @@ A unit has only the tag's hash, and hashes collide. So units only exclude messag
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.errors import FilterError
 from mqstore.layout.consumequeue import LAST_ADDRESS
 from mqstore.layout.dispatch import SCHEDULE_TOPIC
@@ -20,14 +19,18 @@ if TYPE_CHECKING:
     from mqstore.log.message import Message
 
 
+JAVA_BLANKS = "".join(map(chr, range(0x21)))
+"""Characters that Java's `String.trim` removes. A no-break space is not removed."""
+
+
 class UnitFilter(Protocol):
     """Filter of a read. It filters units first, many at once, and then messages."""
 
     @property
-    def hashes(self) -> npt.NDArray[np.int32] | None:
+    def hashes(self) -> array[int] | None:
         """Hashes of the tags that may pass, or None if all may. The same rule as `prefilter`, for compiled code."""
 
-    def prefilter(self, tags_codes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def prefilter(self, tags_codes: np.NDArray[np.int64]) -> np.NDArray[np.bool_]:
         """Return a mask of the units whose messages may pass."""
 
     def apply(self, messages: list[Message]) -> list[Message]:
@@ -41,11 +44,11 @@ class TagFilter:
 
     def __init__(self, tags: frozenset[str]) -> None:
         self.tags = tags
-        self.hashes = np.array(sorted(java_hash(tag) for tag in tags), np.int32)
+        self.hashes = array("i", sorted(java_hash(tag) for tag in tags))
 
-    def prefilter(self, tags_codes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def prefilter(self, tags_codes: np.NDArray[np.int64]) -> np.NDArray[np.bool_]:
         """Return a mask of the units that may pass, by the low 32 bits of the tags code. Addresses may pass."""
-        mask: npt.NDArray[np.bool_] = np.isin(tags_codes.astype(np.int32), self.hashes)
+        mask: np.NDArray[np.bool_] = np.isin(tags_codes.astype(np.int32), self.hashes)
         addresses = tags_codes <= LAST_ADDRESS
         return mask | addresses if addresses.any() else mask
 

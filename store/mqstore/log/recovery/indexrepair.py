@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.layout.dispatch import Rows
 from mqstore.log.index import Index, IndexFile
 from mqstore.log.recovery.report import Finding, RecoveryReport
 from mqstore.log.store_files import StoreParts
+
+if TYPE_CHECKING:
+    Wanted = tuple[np.NDArray[np.int32], np.NDArray[np.int64], np.NDArray[np.int64]]
+    """Index entries derived from the log: (key hash, physical offset, store timestamp in ms)."""
 
 
 def is_nonsense(file: IndexFile, index: Index) -> bool:
@@ -133,10 +136,6 @@ class IndexRepair:
         return damaged or any(tally_index(index, entries).findings(index))
 
 
-Wanted = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]
-"""Index entries derived from the log: (key hash, physical offset, store timestamp in ms)."""
-
-
 @dataclass(slots=True)
 class IndexTally:
     """Differences between the index and the entries derived from some records.
@@ -169,7 +168,7 @@ class IndexTally:
                 yield Finding("bad_index", name, 0, 16, detail)
 
 
-def _fingerprints(hashes: npt.NDArray[np.int32], physical: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+def _fingerprints(hashes: np.NDArray[np.int32], physical: np.NDArray[np.int64]) -> np.NDArray[np.uint64]:
     """Return one number for each (hash, physical offset). Different pairs almost never have the same number."""
     mixed = physical.astype(np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
     return mixed ^ hashes.astype(np.uint64)

@@ -15,9 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.files.segment import place_in_file
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.consumequeue import is_void
@@ -50,7 +48,7 @@ class Placed(NamedTuple):
     """Slot of the first record."""
     expected: int
     """Slot after the record before these, or `first` if it is unknown. Slots between the two are a gap."""
-    units: npt.NDArray[np.void]
+    units: np.NDArray[np.void]
     is_first: bool
     """True if no record of the queue came before."""
     seen: int
@@ -64,7 +62,7 @@ class Behind(NamedTuple):
     first: int
     inside: int
     stop: int
-    places: npt.NDArray[np.int64]
+    places: np.NDArray[np.int64]
     seen: int
     """End of the queue's last record."""
 
@@ -213,7 +211,7 @@ class OffsetAssigner:
 
 
 def unit_findings(
-    queue: ConsumeQueue, kind: Kind, first: int, wrong: npt.NDArray[np.bool_], detail: str
+    queue: ConsumeQueue, kind: Kind, first: int, wrong: np.NDArray[np.bool_], detail: str
 ) -> Iterator[Finding]:
     """Yield a finding for each run of contiguous `wrong` units in one file. They begin at slot `first`."""
     slots = np.flatnonzero(wrong) + first
@@ -225,7 +223,7 @@ def unit_findings(
         yield queue.finding(kind, int(group[0]), int(group[-1]), f"{units}: {detail}")
 
 
-def least_plausible(offsets: npt.NDArray[np.int64], physical: npt.NDArray[np.int64]) -> int:
+def least_plausible(offsets: np.NDArray[np.int64], physical: np.NDArray[np.int64]) -> int:
     """Return the smallest plausible queueOffset of one queue's records at `physical`, which ascends.
     An offset is plausible if it is not too far from the median for the bytes between the first record and the last."""
     middle = int(np.median(offsets))
@@ -268,14 +266,14 @@ def strays_in_front(queue: ConsumeQueue, stop: int, start: int) -> Iterator[tupl
 def sort_out(
     expected: int | None,
     seen: int,
-    offsets: npt.NDArray[np.int64],
-    physical: npt.NDArray[np.int64],
-    sizes: npt.NDArray[np.int32],
+    offsets: np.NDArray[np.int64],
+    physical: np.NDArray[np.int64],
+    sizes: np.NDArray[np.int32],
     queue: ConsumeQueue | None = None,
     leads: Leads = lambda queue, slot, physical: False,
     *,
     doubted: bool = True,
-) -> tuple[npt.NDArray[np.int64], list[tuple[int, int]], list[int]]:
+) -> tuple[np.NDArray[np.int64], list[tuple[int, int]], list[int]]:
     """Find the slots of one queue's records, which are at `physical` in the log and contain `offsets`.
 
     Returns (the slot of each record, index ranges of consecutive slots in order, indices of the records without a
@@ -343,20 +341,20 @@ def _is_kept(queue: ConsumeQueue, slot: int, leads: Leads) -> bool:
     return size > 0 and leads(queue, slot, physical)
 
 
-def _contrary(units: npt.NDArray[np.void], physical: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+def _contrary(units: np.NDArray[np.void], physical: np.NDArray[np.int64]) -> np.NDArray[np.bool_]:
     """Return a mask of the units that point elsewhere than `physical`."""
-    contrary: npt.NDArray[np.bool_] = (units["size"] > 0) & ~is_void(units) & (units["physical_offset"] != physical)
+    contrary: np.NDArray[np.bool_] = (units["size"] > 0) & ~is_void(units) & (units["physical_offset"] != physical)
     return contrary
 
 
 def _by_units(
     queue: ConsumeQueue,
     expected: int | None,
-    offsets: npt.NDArray[np.int64],
-    physical: npt.NDArray[np.int64],
-    sizes: npt.NDArray[np.int32],
+    offsets: np.NDArray[np.int64],
+    physical: np.NDArray[np.int64],
+    sizes: np.NDArray[np.int32],
     leads: Leads,
-) -> npt.NDArray[np.int64]:
+) -> np.NDArray[np.int64]:
     """Return `offsets`, corrected by units where an offset does not fit its neighbours.
     The corrected offset is the slot whose unit points to the record."""
     low = int(np.median(offsets)) - len(offsets) if expected is None else expected
@@ -407,14 +405,14 @@ class TopicGenerations:
         """Physical offset from which on all records are of the current generation."""
 
     def current(
-        self, queue: ConsumeQueue, offsets: npt.NDArray[np.int64], physical: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.bool_] | None:
+        self, queue: ConsumeQueue, offsets: np.NDArray[np.int64], physical: np.NDArray[np.int64]
+    ) -> np.NDArray[np.bool_] | None:
         """Return a mask of a queue's records of the current generation, or None if all are.
         `offsets` are their queue offsets, `physical` their physical offsets, ascending."""
         slot, place = self.begin(queue, int(offsets[0]), int(physical[0]))
         if place < 0:
             return None
-        kept: npt.NDArray[np.bool_] = (physical >= place) | (offsets < slot)
+        kept: np.NDArray[np.bool_] = (physical >= place) | (offsets < slot)
         return None if kept.all() else kept
 
     def are_older(self, queue: ConsumeQueue, least: int, physical: int, end: int) -> bool:

@@ -24,12 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import crc32c
-
 from mqstore.errors import CorruptStoreError, FormatError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import decode_json, load_json, read_json, save_json
 from mqstore.log.recovery.known_damage import KNOWN_FILE
+from mqstore.native import crc32c
 
 LOG_END: Final = "logEnd"
 """Member of a file of offsets that was saved without a sync: the end of the log that it refers to."""
@@ -116,7 +115,7 @@ def _said(root: Path, fs: FileSystem) -> list[int]:
         except (FileNotFoundError, FormatError):
             found.append(0)
         else:
-            found.append(crc32c.crc32c(json.dumps(value, sort_keys=True).encode()) or 1)
+            found.append(crc32c(json.dumps(value, sort_keys=True).encode()) or 1)
     return found
 
 

@@ -25,10 +25,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-
+from mqstore import arrays as np
 from mqstore.errors import ConfigError
 from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
@@ -52,12 +51,13 @@ from mqstore.log.recovery.scanner import (
 )
 from mqstore.log.writing.log_tail import QueueRef
 
+if TYPE_CHECKING:
+    TakeRun = Callable[[str, int, int, np.ndarray], Iterable[Finding]]
+    """Function of topic, queue id, first queue offset and the units of a straight run. Returns its findings."""
+
 T = TypeVar("T")
 RANGE_BYTES = 64 << 20
 """Default size of a range."""
-
-TakeRun = Callable[[str, int, int, np.ndarray], Iterable[Finding]]
-"""Function of topic, queue id, first queue offset and the units of a straight run. Returns its findings."""
 
 
 @dataclass(frozen=True, slots=True)

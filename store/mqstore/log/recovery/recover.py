@@ -31,12 +31,10 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.files.segment import LoadProblem, place_in_file
 from mqstore.files.segmentwriter import EXTENDED
-from mqstore.layout.consumequeue import UNIT_DTYPE, VOID_SIZE, differing, is_void
+from mqstore.layout.consumequeue import VOID_SIZE, differing, is_void, unit_dtype
 from mqstore.layout.dispatch import Rows
 from mqstore.layout.record import QUEUE_OFFSET_AT
 from mqstore.log.consumequeue import ConsumeQueue
@@ -408,7 +406,7 @@ class _Recovery:
             if (units["size"] <= 0).any():
                 raise WholeLogNeededError
 
-    def _repair(self, queue: ConsumeQueue, first: int, units: npt.NDArray[np.void]) -> None:
+    def _repair(self, queue: ConsumeQueue, first: int, units: np.NDArray[np.void]) -> None:
         """Write `units` to slots [first, first + len) where they differ, and count the differences.
         Units that may never have been synced are written, too, but not counted."""
         found = queue.units(first, len(units))
@@ -436,7 +434,7 @@ class _Recovery:
         if not queue.list_files() and queue not in self.touched:
             return
         for at in range(low, high, _VOIDS):
-            units = np.zeros(min(_VOIDS, high - at), UNIT_DTYPE)
+            units = np.zeros(min(_VOIDS, high - at), unit_dtype())
             units["size"] = VOID_SIZE
             self._repair(queue, at, units)
 

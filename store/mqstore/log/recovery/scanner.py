@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
-import numpy as np
-
+from mqstore import arrays as np
 from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.array_pool import ArrayPool

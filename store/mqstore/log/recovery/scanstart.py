@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mqstore.layout.checkpoint import min_timestamp
-from mqstore.layout.consumequeue import is_void
+from mqstore.layout.consumequeue import VOID
 from mqstore.log.recovery.indexrepair import is_nonsense
 from mqstore.log.recovery.scanner import check_at, first_record_time, goes_on, record_at
 from mqstore.log.store_files import StoreParts
@@ -63,10 +63,9 @@ class ScanStart:
             return False
         if not 0 <= record.queue_offset < queue.max_offset:
             return False
-        unit = queue.units(record.queue_offset, 1)[0]
         self.last_record = start
         self.last_store_timestamp_ms = record.store_timestamp_ms
-        return bool(unit["physical_offset"] == start and unit["size"] == record.total_size)
+        return queue.unit(record.queue_offset)[:2] == (start, record.total_size)
 
     def _blank_between(self, position: int, end: int) -> bool:
         """Return True if a BLANK fills the segment from `position` to its end, and the log ends there."""
@@ -115,10 +114,12 @@ class ScanStart:
             if physical >= mark and end is None:
                 continue
             if physical < self._first:
-                if physical < 0 and queue.max_offset > queue.first_offset():
-                    units = queue.units(queue.max_offset - 1, 1)
-                    if not is_void(units)[0]:
-                        return False  # a negative offset is not a unit
+                if (
+                    physical < 0
+                    and queue.max_offset > queue.first_offset()
+                    and queue.unit(queue.max_offset - 1) != VOID
+                ):
+                    return False  # a negative offset is not a unit
                 continue
             if end is not None and physical >= end:
                 return False

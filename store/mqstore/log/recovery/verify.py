@@ -20,10 +20,9 @@ from contextlib import suppress
 from functools import cached_property
 from itertools import chain, islice, pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.errors import MQStoreError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import Check, check_backup, load_json
@@ -36,7 +35,7 @@ from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.manifest import MANIFEST
 from mqstore.log.names import is_path_safe
 from mqstore.log.reading.deleted import DELETED_FILE, check_deleted
-from mqstore.log.recovery.indexrepair import IndexTally, Wanted, tally_index
+from mqstore.log.recovery.indexrepair import IndexTally, tally_index
 from mqstore.log.recovery.known_damage import KNOWN_FILE, check_known
 from mqstore.log.recovery.offset_assigner import Misnumbered, OffsetAssigner, Placed, first_slot_in_range, unit_findings
 from mqstore.log.recovery.ranges import (
@@ -51,6 +50,9 @@ from mqstore.log.recovery.ranges import (
 from mqstore.log.recovery.report import Finding, Kind, finding_of
 from mqstore.log.recovery.scanner import Bad, End, Good, scan_segment, until_torn, used_end
 from mqstore.log.store_files import StoreParts
+
+if TYPE_CHECKING:
+    from mqstore.log.recovery.indexrepair import Wanted
 
 _ENTRIES_TALLIED = 1 << 20
 """Number of index entries, 20 bytes each, looked up at once.
@@ -203,7 +205,7 @@ class Verifier:
         self.front = max(self.front, front)
         self.slots.forget()
 
-    def _is_kept(self, physical: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def _is_kept(self, physical: np.NDArray[np.int64]) -> np.NDArray[np.bool_]:
         """Return a mask of the records that retention has not removed meanwhile.
         It removes a record before its unit and its index entries. Called only if something seems to be wrong, since it
         lists the log again if there is a writer."""
@@ -211,7 +213,7 @@ class Verifier:
         if self._has_writer():
             self._run.refresh()
             front = self._run.min_offset if self._run.starts else self._until
-        kept: npt.NDArray[np.bool_] = physical >= front
+        kept: np.NDArray[np.bool_] = physical >= front
         return kept
 
     # -- the log and the values derived from each record ------------------------------------------------------------
@@ -409,7 +411,7 @@ class Verifier:
             wrong = (units["physical_offset"] >= self.front) & ~is_void(units)
             yield from self._leading_nowhere(queue, at, units, wrong)
 
-    def compare(self, topic: str, queue_id: int, first: int, wanted: npt.NDArray[np.void]) -> Iterator[Finding]:
+    def compare(self, topic: str, queue_id: int, first: int, wanted: np.NDArray[np.void]) -> Iterator[Finding]:
         """Compare the units of a queue from queue offset `first` on with those `wanted`, in log order."""
         queue = self._queues.create(topic, queue_id)
         kept = self.slots.generations.current(queue, np.arange(first, first + len(wanted)), wanted["physical_offset"])
@@ -420,7 +422,7 @@ class Verifier:
         for run in np.split(at, np.flatnonzero(np.diff(at) > 1) + 1) if len(at) else []:
             yield from self._compare(queue, first + int(run[0]), wanted[run])
 
-    def _compare(self, queue: ConsumeQueue, first: int, wanted: npt.NDArray[np.void]) -> Iterator[Finding]:
+    def _compare(self, queue: ConsumeQueue, first: int, wanted: np.NDArray[np.void]) -> Iterator[Finding]:
         if self._queues.in_rocksdb and not queue.max_offset:
             return
         if self.is_live:
@@ -434,7 +436,7 @@ class Verifier:
             missing = found["size"] == 0
             late = missing & (wanted["physical_offset"] >= self._dispatched_end)
             late[: len(late) if self._clean else max(0, queue.max_offset - first)] = False
-            reasons: tuple[tuple[Kind, npt.NDArray[np.bool_], str], ...] = (
+            reasons: tuple[tuple[Kind, np.NDArray[np.bool_], str], ...] = (
                 ("missing_units", late, "not dispatched yet; opening for writing, or `mqstore recover`, builds them"),
                 ("missing_units", missing & ~late, "no unit for a record of the log"),
                 ("bad_unit", ~missing, "the unit differs from its record"),
@@ -442,12 +444,12 @@ class Verifier:
             for kind, mask, detail in reasons:
                 yield from unit_findings(queue, kind, first, wrong & mask, detail)
 
-    def _no_record(self, queue: ConsumeQueue, chunks: Iterable[tuple[int, npt.NDArray[np.void]]]) -> Iterator[Finding]:
+    def _no_record(self, queue: ConsumeQueue, chunks: Iterable[tuple[int, np.NDArray[np.void]]]) -> Iterator[Finding]:
         for at, units in chunks:
             yield from self._leading_nowhere(queue, at, units, ~is_void(units))
 
     def _leading_nowhere(
-        self, queue: ConsumeQueue, first: int, units: npt.NDArray[np.void], wrong: npt.NDArray[np.bool_]
+        self, queue: ConsumeQueue, first: int, units: np.NDArray[np.void], wrong: np.NDArray[np.bool_]
     ) -> Iterator[Finding]:
         """Yield findings about units of `wrong` whose records are not in the log."""
         physical = units["physical_offset"]

@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.errors import StoreFullError
 from mqstore.layout.array_pool import ArrayPool
 from mqstore.layout.consumequeue import UNIT_BYTES
-from mqstore.layout.dispatch import Output, few
+from mqstore.layout.dispatch import FEW_RECORDS, FEW_WITHOUT_NUMPY, Output, few
 from mqstore.layout.record import Checksum
 from mqstore.layout.scan import find_next, read_run
 from mqstore.log.commitlog import CommitLog
@@ -43,12 +42,12 @@ A pass has a fixed cost, and each switch of threads costs as much as thousands o
 _RETRY_MIN_S, _RETRY_MAX_S = 0.1, 10.0
 
 
-def slot_runs(end: int, offsets: npt.NDArray[np.int64] | Sequence[int]) -> list[tuple[int, int]]:
+def slot_runs(end: int, offsets: np.NDArray[np.int64] | list[int]) -> list[tuple[int, int]]:
     """Return the index ranges (start, stop) of `offsets` that are consecutive, free slots from `end` on.
 
     A record whose slot is already used is a repeat and is left out. The first one counts (format#unit-append).
     """
-    if isinstance(offsets, np.ndarray):
+    if not isinstance(offsets, list):  # an array
         count = len(offsets)
         if (
             count
@@ -164,7 +163,8 @@ class Dispatcher:
         if end >= segment.end:  # the data may have ended early, with a hole after it
             stop_at = run.data_end(segment, self.position - base)
         queues = self._queues
-        output = few(buffer, self.position - base, stop_at, base, queues.delay_table_ms, queues.batch_topics)
+        limit = FEW_RECORDS if "numpy" in sys.modules else FEW_WITHOUT_NUMPY
+        output = few(buffer, self.position - base, stop_at, base, queues.delay_table_ms, queues.batch_topics, limit)
         if output is not None:
             self._write(output, base + stop_at)
             return

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
 from datetime import datetime
-from difflib import get_close_matches
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -119,6 +118,8 @@ def refuse_options(options: Mapping[str, object]) -> None:
 
 def no_such_option(names: Iterable[str], known: Iterable[str]) -> TypeError:
     """Return the error for unknown options of a put."""
+    from difflib import get_close_matches
+
     wrong = sorted(names)
     close = get_close_matches(wrong[0], known, 1)
     hint = f"; did you mean {close[0]!r}?" if close else ""

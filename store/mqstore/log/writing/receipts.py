@@ -7,9 +7,7 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import overload
 
-import numpy as np
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.layout.messageid import encode_message_id
 from mqstore.log.writing.log_tail import QueueRef
 
@@ -99,10 +97,10 @@ class SendReceipts(Sequence[SendReceipt]):
         self._queue = queue
         self._host = host
         self._unique = unique
-        self._chunks: list[tuple[int, int, int, npt.NDArray[np.int64], int]] = []
+        self._chunks: list[tuple[int, int, int, np.NDArray[np.int64], int]] = []
         self._count = 0
 
-    def add(self, offset: int, physical_offset: int, sizes: npt.NDArray[np.int64], store_timestamp_ms: int) -> None:
+    def add(self, offset: int, physical_offset: int, sizes: np.NDArray[np.int64], store_timestamp_ms: int) -> None:
         """Add contiguous messages from `physical_offset` on."""
         self._chunks.append((self._count, offset, physical_offset, sizes, store_timestamp_ms))
         self._count += len(sizes)
@@ -117,7 +115,7 @@ class SendReceipts(Sequence[SendReceipt]):
         """Store host, encoded."""
         return self._host
 
-    def chunks(self) -> Iterator[tuple[int, int, npt.NDArray[np.int64], int]]:
+    def chunks(self) -> Iterator[tuple[int, int, np.NDArray[np.int64], int]]:
         """Yield the arguments of each `add`."""
         for _, *chunk in self._chunks:
             yield tuple(chunk)  # type: ignore[misc]  # of four

@@ -16,8 +16,7 @@ from functools import wraps
 from itertools import pairwise
 from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, cast
 
-import numpy as np
-
+from mqstore import arrays as np
 from mqstore.errors import FormatError, InvalidMessageError, MQStoreError
 from mqstore.layout.dispatch import SCHEDULE_TOPIC
 from mqstore.layout.encode import lengths_of
