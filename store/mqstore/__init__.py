@@ -18,6 +18,7 @@ Everything begins with `mqstore.open`, or with `mqstore.connect` to a process th
     mqstore.errors                   all errors                                     help(mqstore.errors)
     mqstore.admin                    look into a directory, and change it          help(mqstore.admin)
     mqstore.engine                   messages and damage in its files, clocks      help(mqstore.engine)
+    mqstore.testing                  stores for tests, as fixtures of pytest       help(mqstore.testing)
 
 and on a shell: `mqstore --help`.
 """
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from mqstore import admin as admin
     from mqstore import aio as aio
     from mqstore import engine as engine
+    from mqstore import testing as testing
     from mqstore.client import Producer as Producer
     from mqstore.client import PullConsumer as PullConsumer
     from mqstore.client import PushConsumer as PushConsumer
@@ -60,7 +62,7 @@ if TYPE_CHECKING:
     from mqstore.client.typedcodecs import PYDANTIC as PYDANTIC
     from mqstore.remote.store import connect as connect
 
-_MODULES = ("admin", "aio", "engine", "errors")
+_MODULES = ("admin", "aio", "engine", "errors", "testing")
 __all__ = [
     "BYTES",
     "COMMIT",

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import mqstore
 from mqstore import Store
 from mqstore.broker import opening
 from mqstore.broker.broker import Broker
@@ -130,7 +129,6 @@ def broker(tmp_path: Path) -> Iterator[Broker]:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+def store(mq_store: Store) -> Store:
     """A store that has its threads."""
-    with mqstore.open(tmp_path / "store") as store:
-        yield store
+    return mq_store

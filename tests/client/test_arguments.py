@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,9 @@ Case = tuple[Callable[[Any], object], type[Exception], str]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[mqstore.Store]:
-    with mqstore.open(tmp_path / "store") as store:
-        store.put("orders", b"first")
-        yield store
+def store(mq_store: mqstore.Store) -> mqstore.Store:
+    mq_store.put("orders", b"first")
+    return mq_store
 
 
 def _assigned(store: Any) -> Any:

@@ -32,12 +32,10 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    """One that has its threads."""
-    with mqstore.open(tmp_path / "store") as store:
-        for topic in ("t", "u"):
-            store.create_topic(topic, queues=4)
-        yield store
+def store(mq_store: Store) -> Store:
+    for topic in ("t", "u"):
+        mq_store.create_topic(topic, queues=4)
+    return mq_store
 
 
 def bodies(found: list[mqstore.Delivery]) -> list[bytes]:

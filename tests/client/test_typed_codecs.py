@@ -316,15 +316,14 @@ def test_bytes_that_are_not_messagepack(body: bytes) -> None:
     ],
 )
 def test_missing_package_is_named_before_a_queue_is_made(
-    package: str, make: Callable[[mqstore.Store], object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    package: str, make: Callable[[mqstore.Store], object], monkeypatch: pytest.MonkeyPatch, mq_store: mqstore.Store
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr("mqstore.client.typedcodecs.MSGPACK", type(MSGPACK)())
     monkeypatch.setitem(make.__globals__, "MSGPACK", mqstore.MSGPACK)
-    with mqstore.open(tmp_path) as store:
-        with pytest.raises(ConfigError, match=f"pip install {package}"):
-            make(store)
-        assert store.topics() == []
+    with pytest.raises(ConfigError, match=f"pip install {package}"):
+        make(mq_store)
+    assert mq_store.topics() == []
 
 
 @pytest.mark.parametrize("codec", [DATACLASS(Tree), PYDANTIC(Model), MSGPACK, mqstore.JSON])
@@ -333,16 +332,15 @@ def test_codecs_show_their_public_names(codec: mqstore.Codec) -> None:
     assert repr(eval(repr(codec), names)) == repr(codec)
 
 
-def test_wrong_item_stores_nothing(tmp_path: Path) -> None:
-    with mqstore.open(tmp_path) as store:
-        jobs = store.queue("jobs", codec=DATACLASS(Place))
-        for put in (jobs.put, lambda item: jobs.put_many([Place(street="a"), item])):
-            with pytest.raises(InvalidMessageError):
-                put(Place(street=7))  # type: ignore[arg-type]
-        assert jobs.qsize() == 0
-        jobs.put(Place(street="a"))
-        store.put("jobs", b'{"street":8}', queue_id=0)
-        with jobs.get() as task:
-            assert task.value == Place(street="a")
-        with pytest.raises(FormatError), jobs.get() as task:
-            assert task.value
+def test_wrong_item_stores_nothing(mq_store: mqstore.Store) -> None:
+    jobs = mq_store.queue("jobs", codec=DATACLASS(Place))
+    for put in (jobs.put, lambda item: jobs.put_many([Place(street="a"), item])):
+        with pytest.raises(InvalidMessageError):
+            put(Place(street=7))  # type: ignore[arg-type]
+    assert jobs.qsize() == 0
+    jobs.put(Place(street="a"))
+    mq_store.put("jobs", b'{"street":8}', queue_id=0)
+    with jobs.get() as task:
+        assert task.value == Place(street="a")
+    with pytest.raises(FormatError), jobs.get() as task:
+        assert task.value

@@ -11,6 +11,13 @@ from tests.serve.support import Client, serving
 
 
 @pytest.fixture
+def store(mq_store: Store) -> Store:
+    """A store with a topic of four queues."""
+    mq_store.create_topic("orders")
+    return mq_store
+
+
+@pytest.fixture
 def address(store: Store) -> Iterator[tuple[str, int]]:
     with serving(store) as address:
         yield address

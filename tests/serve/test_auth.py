@@ -59,11 +59,10 @@ def users(tmp_path: Path) -> Users:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with mqstore.open(tmp_path / "mq") as store:
-        store.put("orders", b"hello", queue_id=0)
-        store.create_topic("payments")
-        yield store
+def store(mq_store: Store) -> Store:
+    mq_store.put("orders", b"hello", queue_id=0)
+    mq_store.create_topic("payments")
+    return mq_store
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,6 @@ from mqstore.layout.record import decode_record
 from tests.serve.support import HEART_BEAT, ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, Client, serving
 
 LOCK, REPLY, RECALL = 41, 325, 370
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with mqstore.open(tmp_path / "mq") as store:
-        store.create_topic("orders", queues=4)
-        yield store
 
 
 def members(client: Client) -> list[str]:

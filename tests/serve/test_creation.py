@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +14,9 @@ from tests.serve.support import ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, Client, 
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with mqstore.open(tmp_path / "mq") as store:
-        yield store
+def store(mq_store: Store) -> Store:
+    """Without a topic."""
+    return mq_store
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import random
 import socket
 import struct
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -35,13 +34,6 @@ from tests.waiting import until
 
 FRAMES = int(os.environ.get("MQSTORE_CAMPAIGN_FRAMES", "3000"))
 """Number of random frames (`make serve-faults`)."""
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with mqstore.open(tmp_path / "mq") as store:
-        store.create_topic("orders")
-        yield store
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,6 @@ from mqstore.remoting.frames import Frame, encode
 from mqstore.serve import Server
 from tests.serve.support import ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, Client, serving, started, started_line
 from tests.tools.support import environment, process
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with mqstore.open(tmp_path / "mq") as store:
-        store.create_topic("orders")
-        yield store
 
 
 def notice(directory: Path) -> dict[str, Any]:

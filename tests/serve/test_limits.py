@@ -22,13 +22,6 @@ from mqstore.serve import listening
 from tests.serve.support import ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, Client, Limits, serving
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with mqstore.open(tmp_path / "mq") as store:
-        store.create_topic("orders")
-        yield store
-
-
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 

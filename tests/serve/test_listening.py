@@ -7,23 +7,14 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 
-import mqstore
 from mqstore import Store
 from mqstore.errors import ConfigError
 from tests.serve.support import ORDERS, ROUTE, SEND, Client, serving, started, started_line
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with mqstore.open(tmp_path / "mq") as store:
-        store.create_topic("orders")
-        yield store
 
 
 def notice(directory: Path) -> dict[str, object]:

@@ -9,21 +9,11 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-import mqstore
 from mqstore import Store
 from tests.serve.support import HEART_BEAT, ORDERS, PULL, PULL_ORDERS, SEND, Client, serving
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with mqstore.open(tmp_path / "mq") as store:
-        store.create_topic("orders")
-        yield store
 
 
 @pytest.fixture

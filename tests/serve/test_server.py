@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ LOCK, UNLOCK = 41, 42
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with mqstore.open(tmp_path / "mq") as store:
-        yield store
+def store(mq_store: Store) -> Store:
+    """Without a topic."""
+    return mq_store
 
 
 def locks(group: str, client_id: str, *queues: int) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import mqstore
 from mqstore import Store
 from mqstore.contract import Delivery
 from mqstore.errors import (
@@ -101,9 +99,9 @@ def test_puts_that_are_short(topic: str, queue_id: int, options: dict[str, objec
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with mqstore.open(tmp_path / "mq") as store:
-        yield store
+def store(mq_store: Store) -> Store:
+    """Without a topic."""
+    return mq_store
 
 
 @pytest.fixture

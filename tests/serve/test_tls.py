@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import mqstore
 from mqstore import Store
 from mqstore.errors import ConfigError
 from mqstore.remoting.frames import Frame, encode
@@ -21,13 +20,6 @@ from tests.serve.support import ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, Client, 
 from tests.tools.support import mqstore as command
 
 PEM = Path(__file__).parent / "localhost.pem"
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with mqstore.open(tmp_path / "mq") as store:
-        store.create_topic("orders")
-        yield store
 
 
 @pytest.fixture

@@ -240,7 +240,7 @@ class TimerLog:
     def _offset_of(self, ordinal: int) -> int:
         return self.unit(self._nth(ordinal)).physical_offset
 
-    def units(self, low: int, physical_offset: int) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]]:
+    def units(self, low: int, physical_offset: int) -> Iterator[tuple[np.NDArray[np.int64], np.NDArray[np.void]]]:
         """Yield (positions, units) from `low` on of records from `physical_offset` on, some thousands at a time.
         Units in memory are included. The units must be in the order of their records."""
         at, end = self._ordinal(low), self._ordinal(self.end)
@@ -252,7 +252,7 @@ class TimerLog:
             if rest := positions[count:]:
                 starts = [position - self._written for position in rest]
                 data = b"".join(self._buffer[start : start + UNIT_BYTES] for start in starts)
-                yield np.array(rest, np.int64), np.frombuffer(data, UNIT_DTYPE)
+                yield np.array(rest, np.int64), np.frombuffer(data, unit_dtype())
 
     def _ordinal(self, position: int) -> int:
         """Return the number of units that would be before `position` without any `restart`."""
