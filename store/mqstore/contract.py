@@ -304,6 +304,8 @@ class BrokerContract(Protocol):
     name: str
     """Place of the messages, for texts: the path of the store."""
     clock: Clock
+    is_remote: bool
+    """True if calls need a connection."""
     own_clock: bool
     """True if the application moves the clock. Then no thread runs by itself."""
     limits: Limits

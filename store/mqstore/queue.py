@@ -570,7 +570,11 @@ class Queue(Generic[T]):
         self._log.close()  # not in `shutdown`: a signal handler may come while its lock is held
 
     def __repr__(self) -> str:
-        return f"<Queue {self.name!r} on {self._broker.name!r}>"
+        state = ", closed" if self._broker.closed else ", shut down" if self._shut else ""
+        if not self._broker.is_remote:
+            with suppress(Exception):  # closed, or a full disk: a repr never raises
+                state = f": {self.qsize()} items{state}"
+        return f"<Queue {self.name!r} on {self._broker.name!r}{state}>"
 
 
 def _visibility_ms(visibility: Duration) -> int:

@@ -135,6 +135,6 @@ def test_a_receipt_settles_from_elsewhere(bench: Bench, consumer: SimpleConsumer
 
 def test_repr_identifies_the_delivery(bench: Bench, consumer: SimpleConsumer) -> None:
     delivery = received(bench, consumer)
-    assert repr(delivery) == "<Delivery of t/0, offset 0, attempt 1>"
+    assert repr(delivery) == "<Delivery of t/0, offset 0, attempt 1, leased>"
     delivery.ack()
     assert repr(delivery) == "<Delivery of t/0, offset 0, attempt 1, ack>"

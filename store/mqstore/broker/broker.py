@@ -120,7 +120,7 @@ class Broker(Closing, Sending, BrokerContract):
         self.store = store
         self.name = str(store.path)
         self.clock = store.clock
-        self.own_clock = store.config.clock is not None
+        self.is_remote, self.own_clock = False, store.config.clock is not None
         self.limits = Limits(store.manifest.max_message_size, store.config.max_delay)
         self.durability = store.durability
         self.shared = {}

@@ -251,8 +251,13 @@ class Lease:
 
     def __repr__(self) -> str:
         delivery = self._delivery
-        where = f"{delivery.topic}/{delivery.queue_id}, offset {delivery.message.offset}, attempt {delivery.attempt}"
-        return f"<{type(self).__name__} of {where}{f', {self._verb}' if self._verb else ''}>"
+        where = f"{delivery.queue_id}, offset {delivery.message.offset}, attempt {delivery.attempt}"
+        return f"<{type(self).__name__} of {self._source}/{where}, {self._verb or 'leased'}>"
+
+    @property
+    def _source(self) -> str:
+        """Topic, for people."""
+        return self._delivery.topic
 
 
 class Delivery(Lease):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Generic, Self
 
+from mqstore.broker.names import queue_name
 from mqstore.client.codecs import Codec, T
 from mqstore.client.delivery import Lease, LeaseContext
 from mqstore.contract import Delivery
@@ -46,6 +47,10 @@ class Task(Lease, Generic[T]):
             self._value = self._codec.decode(self._delivery.message.body)
         value: T = self._value
         return value
+
+    @property
+    def _source(self) -> str:
+        return repr(queue_name(self._context.group))
 
     def __enter__(self) -> Self:
         return self

@@ -135,7 +135,7 @@ class RemoteBroker(ShortCalls, BrokerContract):
         """Connect, by `dial` if it is given, and sign each request if there is a `sign`.
         Raises ConnectionLostError, and NotSupportedError for a server that does not speak this protocol."""
         self.clock: Any = _ServerClock()
-        self.own_clock = False
+        self.is_remote, self.own_clock = True, False
         self.turns = None
         self._sender = None
         self.pop_at_once = lambda *args: []

@@ -86,7 +86,7 @@ class ClusterBroker(Sends, Pops):
         self._links = links
         self.name = links.name
         self.clock = SYSTEM_CLOCK
-        self.own_clock = False
+        self.is_remote, self.own_clock = True, False
         self.durability: Durability = "append"
         self.shared = {}
         self._sender = None
