@@ -235,6 +235,7 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "TopicTable.expire": lambda x: x.broker.topics.expire("t"),
     "TopicTable.ensure": lambda x: x.broker.topics.ensure(x.new()),
     "TopicTable.entered": lambda x: x.broker.topics.entered("t"),
+    "TopicTable.for_priority": lambda x: x.broker.topics.for_priority(x.new()),
     "TopicTable.for_send": lambda x: x.broker.topics.for_send(x.new()),
     "TopicTable.get": lambda x: x.broker.topics.get("t"),
     "TopicTable.names": lambda x: x.broker.topics.names(),
@@ -306,6 +307,7 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "Task.attempt": lambda x: x.tasks[0].attempt,
     "Task.expires_at": lambda x: x.tasks[0].expires_at,
     "Task.extend": lambda x: x.tasks[0].extend(60),
+    "Task.release": lambda x: x.tasks[0].release(),
     "Task.message": lambda x: x.tasks[0].message.body,
     "Task.nack": lambda x: x.tasks[1].nack(),
     "Task.reject": lambda x: x.tasks[1].reject("why"),
@@ -365,4 +367,5 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "Delivery.extend": lambda x: x.delivery.extend(60),
     "Delivery.nack": lambda x: x.delivery.nack(),
     "Delivery.reject": lambda x: x.delivery.reject("why"),
+    "Delivery.release": lambda x: x.delivery.release(),
 }

@@ -37,7 +37,7 @@ from mqstore.broker.selection import RoundRobin
 from mqstore.broker.tables.groups import GroupConfig, RetryPolicy
 from mqstore.broker.tables.locks import QueueLock
 from mqstore.broker.tables.members import Expression, Member, Mode, Subscriptions
-from mqstore.broker.tables.topics import TopicConfig
+from mqstore.broker.tables.topics import PRIORITIES, TopicConfig
 from mqstore.broker.transactions.prepared import TransactionHandle
 from mqstore.broker.transactions.service import NOT_ASKED, NobodyAsked, Outcome
 from mqstore.broker.waiting import Callback, Waiter
@@ -50,6 +50,7 @@ from mqstore.options import Durability, Duration
 __all__ = [
     "MAX_BATCH",
     "NOT_ASKED",
+    "PRIORITIES",
     "Address",
     "AttemptNotes",
     "BlockedQueue",
@@ -119,6 +120,9 @@ class TopicCalls(Protocol):
 
     def for_send(self, name: str) -> TopicConfig:
         """Return the topic that a user sends to, and create it if necessary. It was checked and may be written."""
+
+    def for_priority(self, name: str) -> TopicConfig:
+        """Return the topic `name`, whose queues are priorities. A topic with one queue is made such a topic."""
 
     def names(self, system: bool = False) -> list[str]:
         """Return the topic names, sorted."""
@@ -561,8 +565,16 @@ class BrokerContract(Protocol):
         `delay` None uses the group's retry policy. `error` is shown by `suspended` for a queue that is popped in
         order."""
 
-    def release(self, group: str, topic: str, receipts: Sequence[str], *, durability: Durability | None = None) -> None:
-        """Release unseen deliveries: they are redelivered at once, and the attempt does not count."""
+    def release(
+        self,
+        group: str,
+        topic: str,
+        receipts: Sequence[str],
+        *,
+        delay: Duration = 0,
+        durability: Durability | None = None,
+    ) -> None:
+        """Release deliveries: they are redelivered after `delay`, and the attempt does not count."""
 
     def dead_letter(
         self, group: str, topic: str, receipt: str, reason: str, *, durability: Durability | None = None

@@ -11,9 +11,7 @@
 A queue is a topic and a group, both with its name (`queue_topic`), and uses pop. All tools that know topics can use
 it, and it has no other files. The topic has one queue, unless somebody else created it: then all its queues are read,
 in turn. First deliveries of one queue are FIFO, and redeliveries come when they are due. In an `ordered` queue nothing
-overtakes a leased item.
-
-Priorities are not supported. An item that must overtake others needs another queue.
+overtakes a leased item. The first `put` with a priority gives the topic a queue for each (delivery#priority).
 
 The class is long because it has every method of `queue.Queue`, with its documentation.
 """
@@ -37,7 +35,7 @@ from mqstore.client.codecs import BYTES, Codec, T
 from mqstore.client.delivery import LeaseContext, release, visibility_seconds
 from mqstore.client.groupsettings import begin_in, check_order, enter_group
 from mqstore.client.interceptors import Settled
-from mqstore.client.itemoptions import BLOCKING, ItemOptions, put_item, send_options
+from mqstore.client.itemoptions import BLOCKING, ItemOptions, put_item, queue_of, send_options
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.popsource import pop_retries
 from mqstore.client.task import Task
@@ -188,10 +186,10 @@ class Queue(Generic[T]):
     ) -> SendReceipt:
         """Store an item, and return its receipt, whose `id` names it in all later calls.
 
-        `options` are those of `ItemOptions`: delay, key, tag, properties, expires. With `maxsize`, raises QueueFull if
-        it is full, after `timeout` seconds if `block`. Raises QueueShutDown after `shutdown`, and InvalidMessageError
-        for an item that the codec refuses, or a bad option. Also raises the errors of `Broker.put`. After an error
-        nothing is stored.
+        `options` are those of `ItemOptions`: delay, priority, key, tag, properties, expires. With `maxsize`, raises
+        QueueFull if it is full, after `timeout` seconds if `block`. Raises QueueShutDown after `shutdown`, and
+        InvalidMessageError for an item that the codec refuses, or a bad option. Also raises the errors of `Broker.put`,
+        and ConfigError for a bad priority. After an error nothing is stored.
         """
         body = self._codec.encode(item)
         if self._shut:  # inline `_check_puts`: one call less
@@ -212,7 +210,7 @@ class Queue(Generic[T]):
             raise QueueShutDown(f"queue {self.name!r} was shut down")
 
     def _put(self, body: bytes, options: ItemOptions) -> SendReceipt:
-        return put_item(self._broker, self._topic, body, options)
+        return put_item(self._broker, self._topic, body, options, ordered=self._ordered)
 
     def _put_options(self, options: ItemOptions) -> SendOptions:
         return send_options(self._broker, self._topic, options)
@@ -258,17 +256,18 @@ class Queue(Generic[T]):
         """Put an item as `put` does, but raise QueueFull instead of waiting."""
         return self.put(item, block=False, **options)
 
-    def put_many(self, items: Iterable[T]) -> Sequence[SendReceipt]:
-        """Store many items at once, which is far quicker than one by one, and return their receipts.
+    def put_many(self, items: Iterable[T], *, priority: int = 0) -> Sequence[SendReceipt]:
+        """Store many items of a priority at once, which is far quicker than one by one, and return their receipts.
         Raises the errors of `put`. Raises QueueFull at once if they do not fit into `maxsize`; then nothing is
         stored."""
         bodies = [self._codec.encode(item) for item in items]
         self._check_puts()
+        queue_id = queue_of(self._broker, self._topic, priority, ordered=self._ordered)
         if self._maxsize:
             with self._changed:
                 self._wait_for_room(len(bodies), False, None)
-                return self._broker.put_many(self._topic, bodies, queue_id=0)
-        return self._broker.put_many(self._topic, bodies, queue_id=0)
+                return self._broker.put_many(self._topic, bodies, queue_id=queue_id)
+        return self._broker.put_many(self._topic, bodies, queue_id=queue_id)
 
     def _wait_for_room(self, count: int, block: bool, timeout: Duration | None) -> None:
         """Wait for room. The caller holds the lock."""

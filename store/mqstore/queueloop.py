@@ -287,7 +287,7 @@ class ThreadRun(QueueRun):
     def _handle(self, task: Task) -> None:
         wait_s, parked = self.wait_s(task)
         if parked:
-            task.release(delay=wait_s)  # type: ignore[attr-defined]
+            task.release(delay=wait_s)
         elif self._halted.is_open or (wait_s and self._halted.wait(wait_s)):
             release([task])
         else:

@@ -387,7 +387,7 @@ JAVAS = """{
 \t"topicConfigTable":{
 \t\t"OrderTopic":{
 \t\t\t"attributes":{
-\t\t\t\t"message.type":"PRIORITY",
+\t\t\t\t"message.type":"LITE",
 \t\t\t\t"cleanup.policy":"COMPACTION"
 \t\t\t},
 \t\t\t"order":true,

@@ -20,6 +20,7 @@ _CONNECTED = (
     "producer",
     "pull_consumer",
     "pop_push",
+    "priority",
     "push_consumer",
     "queue",
     "queue_run",

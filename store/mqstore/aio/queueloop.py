@@ -114,7 +114,7 @@ class LoopRun(QueueRun):
     async def _handle(self, task: Task) -> None:
         wait_s, parked = self.wait_s(task.sync)
         if parked:
-            await task.release(delay=wait_s)  # type: ignore[attr-defined]
+            await task.release(delay=wait_s)
             return
         if wait_s:
             await self._wait(asyncio.sleep(wait_s))

@@ -510,8 +510,16 @@ class Broker(Closing, Sending, BrokerContract):
         delay_ms = None if delay is None else milliseconds(delay, "delay")
         return self._pop.nack(group, topic, receipt, delay_ms, durability, error=error)
 
-    def release(self, group: str, topic: str, receipts: Sequence[str], *, durability: Durability | None = None) -> None:
-        self._pop.release(group, topic, receipts, durability)
+    def release(
+        self,
+        group: str,
+        topic: str,
+        receipts: Sequence[str],
+        *,
+        delay: Duration = 0,
+        durability: Durability | None = None,
+    ) -> None:
+        self._pop.release(group, topic, receipts, durability, delay_ms=milliseconds(delay, "delay"))
 
     def dead_letter(
         self, group: str, topic: str, receipt: str, reason: str, *, durability: Durability | None = None

@@ -6,7 +6,7 @@
                                                           Above 12 h the verb raises ConfigError, Retry uses 12 h
     nack()               another Exception, re-raised     redelivered by the retry policy
     reject(reason)       Reject(reason), not re-raised    a dead letter
-    (release)            Ctrl-C, SystemExit, re-raised    redelivered at once, as if nobody had received it
+    release(delay)       Ctrl-C, SystemExit, re-raised    redelivered after `delay`, as if nobody had received it
     extend(visibility)                                    leased for that time from now
     none                                                  redelivered when the lease expires
 
@@ -202,10 +202,14 @@ class Lease:
             context.broker.dead_letter(context.group, delivery.topic, delivery.receipt, reason or "rejected")
             self._note("reject", "dlq")
 
-    def _release(self) -> None:
-        if self._verb is None:
+    def release(self, delay: Duration = 0) -> None:
+        """Give the message back without a failed attempt. It is redelivered in `delay` seconds, at most 12 h.
+        For work that must wait, or that a shutdown interrupts. Raises ReceiptExpiredError as `ack` does, and
+        ConfigError for a bad delay."""
+        if self._is_new("release"):
+            _bounded("delay", delay)
             context, delivery = self._context, self._delivery
-            context.broker.release(context.group, delivery.topic, [delivery.receipt])
+            context.broker.release(context.group, delivery.topic, [delivery.receipt], delay=delay)
             self._verb = "release"
 
     def _is_new(self, verb: Verb) -> bool:
@@ -239,7 +243,8 @@ class Lease:
             return True
         try:
             if not isinstance(error, Exception):  # Ctrl-C or similar is not a failure of the message
-                self._release()
+                if self._verb is None:
+                    self.release()
             elif self._verb is None:
                 context = self._context
                 self._note(

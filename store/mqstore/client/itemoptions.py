@@ -8,8 +8,8 @@ from datetime import datetime
 from typing import Any, Final, TypedDict, cast
 
 from mqstore.broker.names import EXPIRES_MS, EXPIRY
-from mqstore.contract import BrokerContract, SendOptions
-from mqstore.errors import InvalidMessageError
+from mqstore.contract import PRIORITIES, BrokerContract, SendOptions
+from mqstore.errors import ConfigError, InvalidMessageError
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.reading.reader import to_ms
 from mqstore.log.writing.outgoing import checked_pairs, no_such_option
@@ -31,6 +31,8 @@ class ItemOptions(TypedDict, total=False):
 
     delay: Duration | None
     """Seconds after which the item becomes available."""
+    priority: int | None
+    """0 (None) to 9: of the items that are ready, those of the highest priority are taken first."""
     key: str | Iterable[str] | None
     """Key by which `Queue.find` finds the item, or several: not empty, without spaces."""
     tag: str | None
@@ -42,13 +44,33 @@ class ItemOptions(TypedDict, total=False):
 
 _NAMES: Final = {"key": "keys"} | {name: name for name in ("delay", "tag", "properties")}
 """Option of an item -> option of a put."""
-BLOCKING: Final = frozenset({"expires"})
+BLOCKING: Final = frozenset({"expires", "priority"})
 """Options whose put may wait for the disk whatever the durability."""
 
 
-def put_item(broker: BrokerContract, queue: str, body: bytes, given: ItemOptions) -> SendReceipt:
-    """Put an encoded item. Raises the errors of `send_options` and of `put`."""
-    return broker.put(queue, body, queue_id=0, **send_options(broker, queue, given))
+def put_item(
+    broker: BrokerContract, queue: str, body: bytes, given: ItemOptions, *, ordered: bool = False
+) -> SendReceipt:
+    """Put an encoded item. Raises the errors of `send_options`, `queue_of` and `put`."""
+    priority = given.get("priority")
+    options: SendOptions = {} if priority is not None and len(given) == 1 else send_options(broker, queue, given)
+    return broker.put(queue, body, queue_id=queue_of(broker, queue, priority, ordered=ordered), **options)
+
+
+def queue_of(broker: BrokerContract, topic: str, priority: int | None, *, ordered: bool = False) -> int:
+    """Return the queue of the topic for items of a priority. A topic with one queue gets one for each.
+    Raises ConfigError for another priority than 0 to 9, for an `ordered` queue, and for a topic that has no priorities,
+    but several queues."""
+    if priority is None:
+        return 0
+    if type(priority) is not int or not 0 <= priority < PRIORITIES:
+        raise ConfigError(f"priority is 0 to {PRIORITIES - 1}, not {priority!r:.80}")
+    if not priority:
+        return 0
+    if ordered:
+        raise ConfigError(f"topic {topic!r} is that of an ordered queue, where no item overtakes another: use another")
+    highest = broker.topics.for_priority(topic).write_queues - 1
+    return priority if priority < highest else highest
 
 
 def send_options(broker: BrokerContract, queue: str, given: ItemOptions) -> SendOptions:

@@ -63,7 +63,7 @@ _DELAYS: Final = ("delay", "deliver_at", "delay_level")
 _CHUNK_BYTES: Final = 4 << 20
 _MESSAGE_BYTES: Final = 200
 """Room for the other fields of a message."""
-_CACHED: Final = frozenset({"topics.get", "topics.entered", "topics.require", "topics.for_send"})
+_CACHED: Final = frozenset({"topics.get", "topics.entered", "topics.require", "topics.for_send", "topics.for_priority"})
 
 
 class _ServerClock(SystemClock):

@@ -275,6 +275,7 @@ _TABLE: Final = """
 31121 items.page                repeat thread
 31122 items.counts              repeat thread
 31130 topics.expire             repeat thread
+31140 topics.for_priority       repeat thread
 """
 
 

@@ -119,6 +119,8 @@ def status_of(state: QueueState, order: OrderInfo | None, offset: int, now_ms: i
             before += 1
         if free:
             return Status("ready", before=before)
+    if batch is not None and batch.is_given(offset):
+        return Status("delayed", until_ms, before=before)
     if batch is not None and offset in (batch.failed or ()):
         told = order.suspended.get(offset) if order is not None else None
         return Status("retry", until_ms, "", told.error if told is not None else state.notes.get(offset, ""), before)
@@ -204,13 +206,14 @@ class Items:
         with self._pops.moving:
             for key in self._keys(group, topic):
                 with self._state(key) as (state, order):
-                    standing, failed = state.standing(order, now_ms), state.count_failed(order, now_ms)
+                    standing, (failed, given) = state.standing(order, now_ms), state.count_failed(order, now_ms)
                 low, high = self._tables.offsets.bounds(key.topic, key.queue_id)
                 found["ready"] += standing.again + max(0, high - max(low, standing.next)) - standing.skipped
                 found["retry"] += failed
-                found["leased"] += standing.in_flight - failed
+                found["delayed"] += given
+                found["leased"] += standing.in_flight - failed - given
             found["retry"] += sum(map(self._waiting, retry_topics(group, topic)))
-            found["delayed"] = self._waiting(topic)
+            found["delayed"] += self._waiting(topic)
             found["dead"] = len(DeadLetters(self._tables, group))
         return found
 
@@ -227,7 +230,7 @@ class Items:
         self, group: str, topic: str, wanted: State | None
     ) -> Iterator[tuple[str, int, Callable[[int, int], _Found]]]:
         """Yield (topic, queue id, reader) of each place that may have items in the wanted state."""
-        if wanted not in ("delayed", "dead"):
+        if wanted != "dead":
             for key in self._keys(group, topic):
                 yield key.topic, key.queue_id, partial(self._of_queue, key, wanted)
         names = {topic} if wanted == "delayed" else retry_topics(group, topic) | ({topic} if wanted is None else set())

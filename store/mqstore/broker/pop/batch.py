@@ -77,8 +77,8 @@ class Batch(BatchFields):
     """Offset -> (pop time, invisible ms) of deliveries whose time was changed."""
     local: bool
     """True if the receiver is in this process and ends with it."""
-    failed: set[int] | None
-    """Offsets that failed and wait to be redelivered. No receiver holds them."""
+    failed: dict[int, bool] | None
+    """Offsets that no receiver holds, and that wait to be redelivered. False: given back without a failed attempt."""
 
     def __init__(self, name: int, offsets: Sequence[int], pop_time_ms: int, invisible_ms: int, local: bool) -> None:
         """Take `offsets` in ascending order."""
@@ -104,12 +104,16 @@ class Batch(BatchFields):
         """Return True if a receiver in this process holds that delivery."""
         return self.local and (self.failed is None or offset not in self.failed)
 
-    def note_failed(self, offset: int, failed: bool) -> None:
-        """Note that a delivery has failed, or is held again."""
-        if failed:
-            self.failed = (self.failed or set()) | {offset}
+    def is_given(self, offset: int) -> bool:
+        """Return True if that delivery was given back, so that its attempt does not count."""
+        return self.failed is not None and self.failed.get(offset) is False
+
+    def note_failed(self, offset: int, failed: bool, *, given: bool = False) -> None:
+        """Note that a delivery has failed, or with `given` was given back, or is held again."""
+        if failed or given:
+            self.failed = {**(self.failed or {}), offset: not given}
         elif self.failed is not None:
-            self.failed.discard(offset)
+            self.failed.pop(offset, None)
 
     def visible_at(self, offset: int) -> int:
         pop_time_ms, invisible_ms = self.times(offset)

@@ -41,6 +41,8 @@ KINDS = (POP, ACK, CHANGE, REVIVE, GIVE, RESET, SKIP)
 
 _FAILED: Final = ',"n":1'
 """Member of a change after a failure: no receiver holds the delivery, which waits to be redelivered."""
+_GIVEN: Final = f'{_FAILED},"g":1'
+"""Members of such a change without a failure: the attempt does not count."""
 _CHUNK = 8_192
 """Number of records that a replay reads at once."""
 LOOK_BACK: Final = 16_384
@@ -101,10 +103,20 @@ class PopLog:
         return self._put[kind](f'{{"k":{batch},"o":[{",".join(map(str, offsets))}]}}'.encode(), "append")[1]
 
     def put_change(
-        self, batch: int, offset: int, pop_time_ms: int, invisible_ms: int, *, failed: bool = False, error: str = ""
+        self,
+        batch: int,
+        offset: int,
+        pop_time_ms: int,
+        invisible_ms: int,
+        *,
+        failed: bool = False,
+        given: bool = False,
+        error: str = "",
     ) -> int:
-        """Append a new visible time of one message. `failed`: no receiver holds it any longer, because of `error`."""
-        more = (_FAILED if failed else "") + (f',"e":{_ENCODE(error[:ERROR_CHARS])}' if error else "")
+        """Append a new visible time of one message. `failed`: no receiver holds it any longer, because of `error`.
+        `given`: neither, and the attempt does not count."""
+        more = _GIVEN if given else _FAILED if failed else ""
+        more += f',"e":{_ENCODE(error[:ERROR_CHARS])}' if error else ""
         body = f'{{"k":{batch},"o":{offset},"pt":{pop_time_ms},"it":{invisible_ms}{more}}}'
         return self._put[CHANGE](body.encode(), "append")[1]
 

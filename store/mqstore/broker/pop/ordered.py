@@ -152,11 +152,13 @@ class OrderedQueues:
         *,
         renew: bool = False,
         failed: bool = False,
+        given: bool = False,
         error: str = "",
     ) -> str:
         """Make a delivery visible in `invisible_ms` from now. Return its new receipt.
         The pop time stays, so the old receipt stays valid. The new one differs only in its invisible time. `failed`:
-        the receiver no longer holds the delivery. `note_failed` has the error."""
+        the receiver no longer holds the delivery. `note_failed` has the error. `given`: it gave it back, and the
+        attempt does not count."""
         del renew, error
         if claim.offset < state.cursor:
             return claim.text  # settled before
@@ -167,9 +169,11 @@ class OrderedQueues:
         visible_ms = self._tables.clock.now_ms() + invisible_ms
         # Negative if the clock was set back, so that the pop time is ahead of it.
         invisible_ms = visible_ms - record.pop_time_ms
-        self._log.put_change(state.fifo.name, claim.offset, record.pop_time_ms, invisible_ms, failed=failed)
-        state.fifo.note_failed(claim.offset, failed)
-        self._orders.put(state.key, record.moved([claim.offset], visible_ms))
+        name, pop_time_ms = state.fifo.name, record.pop_time_ms
+        self._log.put_change(name, claim.offset, pop_time_ms, invisible_ms, failed=failed, given=given)
+        state.fifo.note_failed(claim.offset, failed, given=given)
+        change = record.given_back if given else record.moved
+        self._orders.put(state.key, change([claim.offset], visible_ms))
         self._tables.announce(state, visible_ms)
         start, shown_ms = record.offsets[0], max(0, invisible_ms)
         head = receipt_head(start, record.pop_time_ms, shown_ms, claim.mark, claim.queue_id, fifo=True)
@@ -266,8 +270,9 @@ class OrderedQueues:
         assert state.fifo is not None
         for offset in sorted((old.failed if old is not None else None) or ()):
             later_ms = record.visible_at(offset) - record.pop_time_ms
-            self._log.put_change(state.fifo.name, offset, record.pop_time_ms, later_ms, failed=True)
-            state.fifo.note_failed(offset, True)
+            given = old is not None and old.is_given(offset)
+            self._log.put_change(state.fifo.name, offset, record.pop_time_ms, later_ms, failed=True, given=given)
+            state.fifo.note_failed(offset, True, given=given)
         self._tables.put_order(state, record)
 
 

@@ -175,10 +175,10 @@ class OrderInfo:
         """Return the record with these messages visible at another time."""
         return replace(self, visible_ms={**(self.visible_ms or {}), **dict.fromkeys(offsets, visible_ms)})
 
-    def given_back(self, offsets: Iterable[int], now_ms: int) -> OrderInfo:
+    def given_back(self, offsets: Iterable[int], visible_ms: int) -> OrderInfo:
         """Return the record with these messages released unseen (delivery#pop-log).
-        They are visible at once, and their next delivery has the same attempt number."""
-        return replace(self.moved(offsets, now_ms), released=self.released | self._bits(offsets))
+        They are visible at that time, and their next delivery has the same attempt number."""
+        return replace(self.moved(offsets, visible_ms), released=self.released | self._bits(offsets))
 
     def failed(self, offset: int, attempt: int, now_ms: int, error: str) -> OrderInfo:
         """Return the record with a failed attempt, for operators."""

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from mqstore.broker.names import POP_LOG_KEY, QueueKey
+from mqstore.broker.names import POP_LOG_KEY, RETRY_PREFIX, QueueKey, is_retry_topic
 from mqstore.broker.pop.batch import SAME_MOMENT_MS, Batch
 from mqstore.broker.pop.java import JavaTakeover
 from mqstore.broker.pop.log import CHANGE, GIVE, LOOK_BACK, POP, RESET, REVIVE, SKIP, Record
@@ -73,7 +73,18 @@ class Replay:
                 tables.commit(state)
                 tables.announce_first(state)
         self._adopt(now_ms)
+        self._begin_retries()
         java.mark()
+
+    def _begin_retries(self) -> None:
+        """Begin in retry queues whose first position was not saved before a kill, so that their messages count."""
+        parts = self._tables.parts
+        for config in parts.topics.configs():
+            group, of_topic, _ = config.name.removeprefix(RETRY_PREFIX).partition("+")
+            if of_topic and is_retry_topic(config.name) and parts.groups.get(group) is not None:
+                for queue_id in config.queue_ids:
+                    if parts.store.offsets_or_none(config.name, queue_id) is not None:
+                        parts.offsets.begin(QueueKey(group, config.name, queue_id))
 
     def look(self) -> None:
         """Rebuild the states as `run` will, for a view of a store.
@@ -197,7 +208,7 @@ class Replay:
         if kind == CHANGE:
             offset, pop_time_ms, invisible_ms = value["o"], value["pt"], value["it"]
             state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
-            batch.note_failed(offset, value.get("n") == 1)
+            batch.note_failed(offset, value.get("n") == 1, given=value.get("g") == 1)
             if state.in_flight.get(offset) is batch:
                 state.change(batch, offset, pop_time_ms, invisible_ms)
                 if value.get("n") == 1:
@@ -213,12 +224,13 @@ class Replay:
         """Apply a settlement or a change to messages of the queue's last batch."""
         if kind == CHANGE:
             state.last_pop_ms = max(state.last_pop_ms, value["pt"])
-            batch.note_failed(value["o"], value.get("n") == 1)
+            batch.note_failed(value["o"], value.get("n") == 1, given=value.get("g") == 1)
         record = self._orders.get(state.key)
         if record is None or record.pop_time_ms != batch.pop_time_ms:
             return  # the entry is of another batch
         if kind == CHANGE:
-            record = record.moved([value["o"]], value["pt"] + value["it"])
+            change = record.given_back if value.get("g") == 1 else record.moved
+            record = change([value["o"]], value["pt"] + value["it"])
         elif kind == GIVE:
             at_ms = min(batch.pop_time_ms, self._tables.clock.now_ms())  # a pop time may be ahead of the clock
             record = record.given_back(value["o"], at_ms)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mqstore.broker.names import EXPIRY, QueueKey, is_retry_topic, pop_retry_topic, retry_topic
 from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.errors import ConfigError, NotPermittedError
+from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.native import kernel
+
+
+class Rank(NamedTuple):
+    """Queue of a topic whose queues are priorities, or of its retry topic."""
+
+    mark: int
+    state: QueueState
+    tail: ConsumeQueue
 
 
 @dataclass(slots=True)
@@ -27,6 +38,9 @@ class Route:
     """True if it may pop from them, too, since their messages do not expire."""
     at_once: bool
     """True if `pop_at_once` may use it, too, since no topic has redeliveries."""
+    ranks: tuple[list[Rank], list[Rank]] | None
+    """All queues by priority, the highest first, if the topic has priorities (delivery#priority).
+    Within a priority the first list has retries last, the second has them first."""
 
     def queue(self, queue_id: int) -> QueueState:
         """Return the state of one queue. Raises ConfigError if the topic does not have that queue."""
@@ -63,17 +77,33 @@ class Routes:
         for state in queues:
             state.expiry = expiry
         retries = [
-            (mark, self._tables.state(QueueKey(group, name, 0)))
+            (mark, self._tables.state(QueueKey(group, name, queue_id)))
             for mark, name in self.retry_topics(group, topic)
-            if self._topics.get(name) is not None
+            if (of := self._topics.get(name)) is not None
+            for queue_id in range(max(1, of.read_queues))
         ]
         quick = kernel is not None and not is_retry_topic(topic)
         has_choice = len(queues) > 1 or bool(retries)
         pops = quick and expiry is None
         at_once = pops and not retries and self._topics.entered(retry_topic(group)) is None
-        route = Route(topic, queues, retries, has_choice, quick, pops, at_once)
+        route = Route(topic, queues, retries, has_choice, quick, pops, at_once, None)
+        if found.by_priority:
+            create = self._tables.store.queue_table.create  # in memory only
+            new, again = (
+                [Rank(mark, state, create(*state.key[1:])) for mark, state in pairs]
+                for pairs in ([(0, state) for state in queues], retries)
+            )
+            route.ranks = _by_priority([*new, *again]), _by_priority([*again, *new])
         known[group, topic] = route
         return route
+
+    def ready(self, ranks: Sequence[Rank]) -> Iterator[Rank]:
+        """Yield the queues that may have a message. The others need no lock."""
+        resets = self._tables.offsets.resets
+        for rank in ranks:
+            _, state, tail = rank
+            if tail.next_offset > state.cursor or state.released or state.cursor < 0 or resets:
+                yield rank
 
     def retry_topics(self, group: str, topic: str) -> list[tuple[int, str]]:
         """Return (mark, name) of the topics that may hold copies of popped messages, existing or not.
@@ -103,3 +133,7 @@ class Routes:
         self._topics.on_change.remove(self._topic_changed)
         self._groups.on_change.remove(self._group_changed)
         self._topics.in_order.remove(self._in_order)
+
+
+def _by_priority(ranks: list[Rank]) -> list[Rank]:
+    return sorted(ranks, key=lambda rank: -rank.state.key.queue_id)

@@ -50,7 +50,7 @@ from mqstore.broker.redelivery.attempt_journal import AttemptJournal
 from mqstore.broker.service import BackgroundService, Pin, Wake
 from mqstore.broker.tables.configfile import ConfigFile
 from mqstore.broker.waiting import Callback, Waiter, Waiters
-from mqstore.errors import ConfigError, GroupNotFoundError, InvalidReceiptError
+from mqstore.errors import ConfigError, GroupNotFoundError, InvalidReceiptError, ReceiptExpiredError
 from mqstore.options import Durability, Duration, waits_for_disk
 
 _MIN_INVISIBLE_MS, _MAX_INVISIBLE_MS = 100, 12 * 3_600_000
@@ -142,7 +142,13 @@ class PopService(BackgroundService):
         route = self._routes.known.get((group, topic))
         if route is None or not route.at_once or not _MIN_INVISIBLE_MS <= invisible_ms <= _MAX_INVISIBLE_MS:
             return []
-        state = route.queues[int(self._rng() * 100) % len(route.queues) if route.has_choice else 0]
+        if route.ranks is not None and not order:
+            first = next(self._routes.ready(route.ranks[0]), None)
+            if first is None:
+                return []
+            state = first.state
+        else:
+            state = route.queues[int(self._rng() * 100) % len(route.queues) if route.has_choice else 0]
         found = self.tables.deliver(state, n, invisible_ms, topic, True, order)
         if found and not order and self._waiters.parked and state.ahead:
             self._waiters.wake_one(group, topic, -1)
@@ -156,15 +162,16 @@ class PopService(BackgroundService):
         # Looked up each time, because the topic may have been altered during the wait.
         route = self._routes.known.get((group, topic)) or self._routes.require(group, topic)
         roll = int(self._rng() * 100) if route.has_choice else 0
-        queues, retries = route.queues, route.retries
-        if queue_id == -1:
-            at = roll % len(queues)
-            chosen = queues[at:] + queues[:at] if at else queues
+        retries_first = bool(route.retries) and roll < _RETRY_PERCENT
+        if route.ranks is not None and queue_id == -1 and not order:
+            sources = [(rank.mark, rank.state) for rank in self._routes.ready(route.ranks[retries_first])]
         else:
-            chosen = [route.queue(queue_id)]
-        retries_first = bool(retries) and roll < _RETRY_PERCENT
-        if route.pops and not retries_first and filter_ is None and attempt_id is None:
-            state = chosen[0]
+            chosen = route.queues if queue_id == -1 else [route.queue(queue_id)]
+            at = roll % len(chosen)
+            sources = [(0, state) for state in (chosen[at:] + chosen[:at] if at else chosen)]
+            sources = [*route.retries, *sources] if retries_first else [*sources, *route.retries]
+        if route.pops and sources and not sources[0][0] and filter_ is None and attempt_id is None:
+            state = sources[0][1]
             done = self.tables.deliver(state, n, invisible_ms, topic, local, order)
             if done:
                 if not order and self._waiters.parked and state.ahead:
@@ -173,16 +180,12 @@ class PopService(BackgroundService):
         found: list[Delivery] = []
         more = False
         pop = self._ordered.pop if order else self._unordered.pop
-        sources = [(request, 0, state) for state in chosen]
-        if retries:
-            # Without the filter, because copies have passed one at their first delivery.
-            unfiltered = request if filter_ is None else request._replace(filter=None)
-            copies = [(unfiltered, mark, state) for mark, state in retries]
-            sources = copies + sources if retries_first else sources + copies
+        # Without the filter, because copies have passed one at their first delivery.
+        unfiltered = request if filter_ is None else request._replace(filter=None)
         try:
-            for wanted, mark, state in sources:
+            for mark, state in sources:
                 with state.lock:
-                    more |= pop(state, wanted, mark, found)
+                    more |= pop(state, unfiltered if mark else request, mark, found)
                 if len(found) == n:
                     break
         except Exception:
@@ -277,12 +280,28 @@ class PopService(BackgroundService):
         return self.tables.settle(route.queues, receipts) if route is not None and route.quick else 0
 
     def release(
-        self, group: str, topic: str, receipts: Sequence[str] | str, durability: Durability | None = None
+        self,
+        group: str,
+        topic: str,
+        receipts: Sequence[str] | str,
+        durability: Durability | None = None,
+        *,
+        delay_ms: int = 0,
     ) -> None:
-        """Release unseen deliveries: they are popped again before new ones, and the attempt does not count.
+        """Release deliveries: they are popped again before new ones, after the delay, and the attempt does not count.
         Durability and errors are those of `ack`, here and in the methods below."""
+        _check_delay(delay_ms)
+        texts, late = (receipts,) if isinstance(receipts, str) else receipts, list[str]()
         with self._durably(durability):
-            late = self._settle(group, topic, receipts, GIVE)
+            if not delay_ms:
+                late = self._settle(group, topic, texts, GIVE)
+            else:
+                for text in texts:
+                    try:
+                        with self._held(group, topic, text) as (queues, state, claim):
+                            queues.change(state, claim, delay_ms, given=True)
+                    except ReceiptExpiredError:
+                        late.append(text)
         if late:
             raise expired(late)
 

@@ -16,6 +16,7 @@ C structure where there are compiled parts (`PopTables`).
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import islice, repeat, takewhile
@@ -281,13 +282,14 @@ class QueueState(QueueFields):
             for offset in notes.keys() - self.in_flight.keys():
                 del notes[offset]
 
-    def count_failed(self, order: OrderInfo | None, now_ms: int) -> int:
-        """Return the number of failed deliveries that wait for their next attempt."""
+    def count_failed(self, order: OrderInfo | None, now_ms: int) -> tuple[int, int]:
+        """Return (failed deliveries that wait for their next attempt, deliveries that were given back for later)."""
         if order is not None:
-            failed = self.fifo.failed if self.fifo is not None else None
-            return sum(offset in failed for offset in order.held(self.cursor, now_ms)) if failed else 0
-        held = ((offset, self.in_flight.get(offset)) for offset in self.notes)
-        return sum(batch is not None and offset in (batch.failed or ()) for offset, batch in held)
+            found = [(offset, self.fifo) for offset in order.held(self.cursor, now_ms)]
+        else:
+            found = [(offset, self.in_flight.get(offset)) for offset in self.notes]
+        count = Counter(batch.failed.get(offset) for offset, batch in found if batch is not None and batch.failed)
+        return count[True], count[False]
 
     def _compact(self) -> None:
         # There may be nothing to drop, if all times of a batch were changed. So only some calls check all entries.

@@ -173,19 +173,22 @@ class UnorderedQueues:
         *,
         renew: bool = False,
         failed: bool = False,
+        given: bool = False,
         error: str = "",
     ) -> str:
         """Make a delivery visible in `invisible_ms` from now. Return its new receipt.
         `renew`: the old receipt stays valid. `failed`: the receiver no longer holds the delivery, because of
-        `error`."""
+        `error`. `given`: it gave it back, and the attempt does not count."""
         batch, now_ms = self._need(state, claim), self._tables.clock.now_ms()
         pop_time_ms = claim.pop_time_ms if renew else pop_time(now_ms, claim.pop_time_ms)
         # Negative if the clock was set back, so that the pop time is ahead of it.
         invisible_ms = now_ms + invisible_ms - pop_time_ms
-        self._log.put_change(batch.name, claim.offset, pop_time_ms, invisible_ms, failed=failed, error=error)
+        self._log.put_change(
+            batch.name, claim.offset, pop_time_ms, invisible_ms, failed=failed, given=given, error=error
+        )
         state.change(batch, claim.offset, pop_time_ms, invisible_ms)
-        batch.note_failed(claim.offset, failed)
-        if failed:
+        batch.note_failed(claim.offset, failed, given=given)
+        if failed or given:
             state.note(claim.offset, error)
         state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
         self._tables.announce(state, pop_time_ms + invisible_ms)
@@ -259,7 +262,7 @@ class UnorderedQueues:
             if state.in_flight.get(offset) is batch and batch.is_visible(offset, now_ms)
         ]
         due.sort(key=lambda pair: pair[0])
-        topic = ""
+        topic, queue_id = "", 0
         copies: list[Copy] = []
         sources: list[tuple[int, Batch]] = []
         done: dict[Batch, list[int]] = {}
@@ -272,11 +275,14 @@ class UnorderedQueues:
         try:
             messages = self._tables.messages(state.key, [offset for offset, _ in due])
             for (offset, batch), message in zip(due, messages, strict=True):
+                if batch.is_given(offset):
+                    stay.setdefault(batch, []).append(offset)
+                    continue
                 if message is None or (properties := self._properties(state, message, batch)) is None:
                     move(offset, message, batch)
                     continue
-                topic = topic or self._retry_topic(state)
-                copies.append((message, topic, 0, properties))
+                topic, queue_id = (topic, queue_id) if topic else self._retry_queue(state)
+                copies.append((message, topic, queue_id, properties))
                 sources.append((offset, batch))
             at = 0
             while at < len(copies):
@@ -303,8 +309,8 @@ class UnorderedQueues:
         For a group that reads the queue from now on. Otherwise it would read from the first of them, and get the
         acknowledged messages after it again."""
         for offset, batch in sorted((state.in_flight | state.released).items()):
-            message, unseen = self._tables.message(state.key, offset), offset in state.released
-            visible_ms = 0 if unseen else batch.visible_at(offset)
+            message, is_free = self._tables.message(state.key, offset), offset in state.released
+            visible_ms, unseen = 0 if is_free else batch.visible_at(offset), is_free or batch.is_given(offset)
             if not self._move(state, offset, message, batch, visible_ms, unseen=unseen):
                 break  # the group reads from this message on
             self._settle(state, REVIVE, batch, [offset])
@@ -320,15 +326,19 @@ class UnorderedQueues:
         except InvalidMessageError:
             return None
 
-    def _retry_topic(self, state: QueueState) -> str:
-        """Return the retry topic for copies of the queue's messages, which is created if it is new."""
+    def _retry_queue(self, state: QueueState) -> tuple[str, int]:
+        """Return (retry topic, queue id) for copies of the queue's messages. The topic is created if it is new.
+        Priorities have queues there, too (delivery#priority)."""
         key, parts = state.key, self._tables.parts
         if state.is_retry:
-            return key.topic
+            return key.topic, key.queue_id
+        config = parts.topics.get(key.topic)
+        queue_id = key.queue_id if config is not None and config.by_priority else 0
         topic = pop_retry_topic(key.group, key.topic, parts.config.pop_retry_version)
-        parts.topics.ensure(topic, 1)
-        parts.offsets.begin(QueueKey(key.group, topic, 0))
-        return topic
+        if parts.topics.ensure(topic, queue_id + 1).read_queues <= queue_id:
+            parts.topics.alter(topic, queues=queue_id + 1)
+        parts.offsets.begin(QueueKey(key.group, topic, queue_id))
+        return topic, queue_id
 
     def _move(
         self,
@@ -357,12 +367,12 @@ class UnorderedQueues:
                     tables.comes_again(key, offset, None)
                 tables.file_dead_letter(key.group, message, PROCESS_ENDED if ended else reason)
                 return True
-            topic, properties = self._retry_topic(state), _retry_properties(message, batch.pop_time_ms)
+            (topic, queue_id), properties = self._retry_queue(state), _retry_properties(message, batch.pop_time_ms)
             if visible_ms > (now_ms := tables.clock.now_ms()):
                 latest_ms = now_ms + milliseconds(tables.parts.config.max_delay, "max_delay")
                 properties[TIMER_DELIVER_MS] = str(min(visible_ms, latest_ms))
             try:
-                copy = tables.parts.router.copy(message, topic, 0, properties, reconsume_times=attempts)
+                copy = tables.parts.router.copy(message, topic, queue_id, properties, reconsume_times=attempts)
                 if ended:
                     tables.comes_again(key, offset, copy)
             except InvalidMessageError as error:
@@ -376,21 +386,20 @@ class UnorderedQueues:
     def rewrite(self, state: QueueState, batch: Batch) -> None:
         """Append the open rest of an old batch at the log end, so that a replay may begin after its old record."""
         released = {offset for offset in batch.open_offsets() if state.released.get(offset) is batch}
-        alike: dict[tuple[int, int, bool, bool], list[int]] = {}
+        alike: dict[tuple[int, int, bool, bool | None], list[int]] = {}
         for offset in batch.open_offsets():
-            failed = offset in (batch.failed or ())
+            failed = (batch.failed or {}).get(offset)
             alike.setdefault((*batch.times(offset), batch.holds(offset), failed), []).append(offset)
         for (pop_time_ms, invisible_ms, local, failed), offsets in alike.items():
             new = self._tables.log_batch(state, offsets, pop_time_ms, invisible_ms, state.cursor, local=local)
             state.replace(new, offsets)
-            for offset in offsets if failed else ():
-                error = state.notes.get(offset, "")
-                self._log.put_change(new.name, offset, pop_time_ms, invisible_ms, failed=True, error=error)
-                new.note_failed(offset, True)
-            given = [offset for offset in offsets if offset in released]
-            if given:
-                self._log.put_settled(GIVE, new.name, given)
-                state.release(new, given)
+            for offset in offsets if failed is not None else ():
+                error, given = state.notes.get(offset, ""), not failed
+                self._log.put_change(new.name, offset, pop_time_ms, invisible_ms, failed=True, given=given, error=error)
+                new.note_failed(offset, True, given=given)
+            if free := [offset for offset in offsets if offset in released]:
+                self._log.put_settled(GIVE, new.name, free)
+                state.release(new, free)
         self._tables.announce_first(state)
 
 

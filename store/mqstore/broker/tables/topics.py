@@ -24,6 +24,7 @@ from mqstore.broker.names import (
     DROP,
     EXPIRY,
     RETRY_PREFIX,
+    QueueKey,
     check_user_topic,
     is_retry_topic,
     is_system_topic,
@@ -40,7 +41,9 @@ _PERM_MAX = PERM_READ | PERM_WRITE | PERM_INHERIT
 QUEUES_MAX = 16_384
 """Maximum number of queues that may be requested. A file that is read may have more."""
 
-MESSAGE_TYPES = ("UNSPECIFIED", "NORMAL", "FIFO", "DELAY", "TRANSACTION", "MIXED")
+MESSAGE_TYPES = ("UNSPECIFIED", "NORMAL", "FIFO", "DELAY", "TRANSACTION", "PRIORITY", "MIXED")
+PRIORITIES = 10
+"""Number of priorities, and of queues of a topic that `for_priority` has made."""
 
 _TYPE = "message.type"
 
@@ -99,6 +102,11 @@ class TopicConfig:
         found = self.attributes.get(_TYPE, "UNSPECIFIED")
         return found if found in MESSAGE_TYPES else "UNSPECIFIED"
 
+    @property
+    def by_priority(self) -> bool:
+        """True if the id of a queue is the priority of its messages (delivery#priority)."""
+        return self.attributes.get(_TYPE) == "PRIORITY"
+
     def as_json(self) -> dict[str, Any]:
         """Return the entry of `topics.json`."""
         entry = {**self.unknown, "topicName": self.name}
@@ -134,9 +142,10 @@ class TopicTable(ConfigTable):
         self._default_queues = store.config.default_queues
         self._foreign: dict[str, Any] = {}
         self._entered: dict[str, TopicConfig] = {}
-        # Look-ups add to the last two: _known gets topics that were found, _sendable those that were sent to.
+        # Look-ups add to the last three: _known gets topics that were found, the others those that were sent to.
         self._known: dict[str, TopicConfig] = {}
         self._sendable: dict[str, TopicConfig] = {}
+        self._by_priority: dict[str, TopicConfig] = {}
         self._load()
 
     # -- looking up -------------------------------------------------------------------------------------------------
@@ -162,6 +171,30 @@ class TopicTable(ConfigTable):
         TopicNotFoundError for an unknown one if `auto_create_topics` is off, InvalidMessageError for an invalid name,
         and the errors of `create`."""
         return self._sendable.get(name) or self._admit(name)
+
+    def for_priority(self, name: str) -> TopicConfig:
+        """Return the topic `name`, whose queues are priorities. A new one, or one with one queue, is made such a topic.
+        Groups begin at the first message of each new queue. Raises ConfigError for a topic with several queues, or
+        that a group consumes in order, and the errors of `for_send` and `alter`."""
+        return self._by_priority.get(name) or self._prioritize(name)
+
+    def _prioritize(self, name: str) -> TopicConfig:
+        if self.get(name) is None:
+            self.create(name, queues=1)
+        known, config = self._by_priority, self.for_send(name)  # in this order, as in `_find`
+        if not config.by_priority:
+            if config.read_queues != 1 or config.write_queues != 1:
+                raise ConfigError(
+                    f"topic {name!r} has {max(config.read_queues, config.write_queues)} queues that are no priorities. "
+                    f"Use another name, or alter it: broker.topics.alter({name!r}, message_type='PRIORITY')"
+                )
+            config = self.alter(name, queues=PRIORITIES, message_type="PRIORITY")
+            for group in self._offsets.groups_of(name):
+                for queue_id in config.queue_ids:
+                    self._offsets.begin(QueueKey(group, name, queue_id))
+            known = self._by_priority
+        known[name] = config
+        return config
 
     def names(self, system: bool = False) -> list[str]:
         """Return the topic names, entered and found, sorted. They include retry and dead-letter topics.
@@ -438,7 +471,7 @@ class TopicTable(ConfigTable):
         # order, because a look-up first takes the dict that it fills, and then reads the ones set before it.
         self._entered = entered
         self._known = dict(entered)
-        self._sendable = {}
+        self._sendable, self._by_priority = {}, {}
 
     def _load(self) -> None:
         value = self._file.load() or {}

@@ -24,7 +24,8 @@ DIFFERENCES: Final[dict[str, Difference]] = {
         "ReceiptExpiredError",
         "raised by the client's clock once its own visibility time is over; the brokers accept any",
     ),
-    "release": Difference("at once, the attempt does not count", "after about a second, and the attempt counts"),
+    "release": Difference("after its delay, the attempt does not count", "a second later, and the attempt counts"),
+    "priority=": Difference("the highest first", "NotSupportedError; use a queue for each, and mqstore.get_any"),
     "nack": Difference("counted by the store", "delay and last attempt are computed here, from the group's policy"),
     "reject, last attempt": Difference(
         "one step", "a copy to the dead letters, then the ack: two dead letters if the process ends in between"

@@ -259,9 +259,11 @@ class Pops(Reads):
             return None
         return self._give_back(group, topic, receipt, config.delay_ms(attempt))
 
-    def release(self, group: str, topic: str, receipts: Sequence[str], *, durability: object = None) -> None:
+    def release(
+        self, group: str, topic: str, receipts: Sequence[str], *, delay: Duration = 0, durability: object = None
+    ) -> None:
         for receipt in receipts:
-            self._give_back(group, topic, receipt, _RELEASE_MS)
+            self._give_back(group, topic, receipt, max(_RELEASE_MS, milliseconds(delay, "delay")))
 
     def dead_letter(self, group: str, topic: str, receipt: str, reason: str, *, durability: object = None) -> None:
         self._check(receipt)

@@ -66,6 +66,9 @@ class Topics:
             route = self.create(name)
         return route
 
+    def for_priority(self, name: str) -> NoReturn:
+        refuse("priority=", "use a queue for each priority, and mqstore.get_any")
+
     def names(self, system: bool = False) -> list[str]:
         return [name for name in self._links.topic_names() if system or not is_system_topic(name)]
 
