@@ -9,6 +9,7 @@
 Everything begins with `mqstore.open`, or with `mqstore.connect` to a process that serves a store. Then
 
     store.queue(name)                jobs, each done once: put, get, ack           help(mqstore.Queue)
+    mqstore.get_any(queues)          the next item of several queues               help(mqstore.get_any)
     store.push_consumer(group)       handlers that are called, in order or not     help(mqstore.PushConsumer)
     store.simple_consumer(group)     receive some, acknowledge each                help(mqstore.SimpleConsumer)
     store.pull_consumer(group)       poll, and commit how far you are              help(mqstore.PullConsumer)
@@ -37,6 +38,7 @@ from mqstore.client.push.handlers import COMMIT, ROLLBACK, BatchFailure, Reject,
 from mqstore.client.task import Task
 from mqstore.clock import SimulatedClock
 from mqstore.errors import MQStoreError, QueueEmpty, QueueFull, QueueShutDown
+from mqstore.getany import get_any
 from mqstore.lazy import lazy
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
@@ -107,6 +109,7 @@ __all__ = [
     "connect",
     "exponential",
     "fixed_queues",
+    "get_any",
     "open",
 ]
 

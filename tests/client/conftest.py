@@ -17,6 +17,7 @@ from tests.connecting import ConnectedBroker
 
 _CONNECTED = (
     "aio_clients",
+    "get_any",
     "producer",
     "pull_consumer",
     "pop_push",

@@ -23,6 +23,7 @@ the engine, which waits by callback. So a thousand waiting coroutines need no th
 from __future__ import annotations
 
 from mqstore.aio.consumers import PullConsumer, SimpleConsumer
+from mqstore.aio.getany import get_any
 from mqstore.aio.lease import DeadLetters, Delivery, Task
 from mqstore.aio.producer import Producer, Transaction
 from mqstore.aio.pushconsumer import Handler, PushConsumer, cancelled
@@ -43,6 +44,7 @@ __all__ = [
     "Transaction",
     "cancelled",
     "connect",
+    "get_any",
     "open",
 ]
 

@@ -26,6 +26,7 @@ from mqstore.client import task as client_task
 from mqstore.client.codecs import BYTES, T
 from mqstore.client.delivery import release
 from mqstore.client.itemoptions import BLOCKING, ItemOptions
+from mqstore.client.waits import Wait
 from mqstore.errors import QueueEmpty, QueueFull, QueueShutDown
 from mqstore.log.commitlog import SendReceipt
 from mqstore.options import Duration
@@ -170,6 +171,10 @@ class Queue(Closable[queue.Queue[T]], Generic[T]):
 
     def _park(self, again: Callable[[], object]) -> Callable[[], object]:
         return self.sync._when_ready(again).cancel
+
+    async def _when_ready(self, call: Callable[[], object]) -> Wait:
+        """Have the loop call `call()` once, as `mqstore.Queue` does in another thread."""
+        return await self._bridge.call(partial(self.sync._when_ready, partial(self._bridge.post, call)), Wait.cancel)
 
     def _taken(self, found: client_task.Task[T]) -> Task[T]:
         task = Task(self._bridge, found)
