@@ -38,6 +38,8 @@ _log = logging.getLogger("mqstore")
 
 PAUSE_S: Final = 1.0
 """Pause of a loop whose queue failed, because the disk is full or a connection was lost."""
+LOOK_S: Final = 0.5
+"""Longest wait of the main thread. A signal that comes right before a wait does not end it."""
 _END_S: Final = 0.2
 """Time for loops that are in no handler to end."""
 _WORKERS_MAX: Final = 100_000
@@ -69,7 +71,7 @@ class QueueRun(ABC):
 
     def __init__(
         self,
-        queue: Queue,
+        queue: Queue[Any],
         handler: object,
         workers: int,
         rate: str | None,
@@ -88,13 +90,13 @@ class QueueRun(ABC):
         self.queue = queue
         self.clock = queue._broker.clock
         self._visibility_ms = queue._visibility_ms
-        self._renewer = Renewer(queue._broker, queue.name, self._visibility_ms, queue._log)
+        self._renewer = Renewer(queue._broker, queue._topic, self._visibility_ms, queue._log)
         self.renew_s = self._visibility_ms / 12_000
         """Time between two calls of `renew`."""
         self._lock = Lock()
         """Guards the next two."""
         self._counts: Counter[str] = Counter()
-        self._leased: set[Task] = set()
+        self._leased: set[Task[Any]] = set()
         self._over = False
         self._stopping = False
         self._interrupted = False
@@ -161,7 +163,7 @@ class QueueRun(ABC):
         self.queue._settled(task, outcome)
 
     @contextmanager
-    def leased(self, task: Task) -> Iterator[None]:
+    def leased(self, task: Task[Any]) -> Iterator[None]:
         """Renew the lease of `task` in the block. Log an error that ends the block, and count it."""
         task._context = self.context
         delivery = task._delivery
@@ -182,7 +184,7 @@ class QueueRun(ABC):
                     self._counts["retry" if task._verb is None else "release"] += 1
                 self._leased.discard(task)
 
-    def wait_s(self, task: Task) -> tuple[float, bool]:
+    def wait_s(self, task: Task[Any]) -> tuple[float, bool]:
         """Return the time to wait before `task` is handled, and True if it must be given back for that time."""
         if self._limit is None:
             return 0.0, False
@@ -195,7 +197,7 @@ class QueueRun(ABC):
 
     def failed(self, error: MQStoreError) -> None:
         """Report that the queue could not be read. The loop tries again after `PAUSE_S`."""
-        self.queue._log.say(logging.ERROR, "the next item could not be read", at=self.queue.name, error=error)
+        self.queue._log.say(logging.ERROR, "the next item could not be read", at=self.queue._topic, error=error)
 
     def renew(self) -> None:
         """Renew the leases that are due."""
@@ -206,7 +208,7 @@ class QueueRun(ABC):
 class ThreadRun(QueueRun):
     """Run with threads."""
 
-    def __init__(self, queue: Queue, handler: Callable[[Task], object], *options: Any) -> None:
+    def __init__(self, queue: Queue[Any], handler: Callable[[Task[Any]], object], *options: Any) -> None:
         super().__init__(queue, handler, *options)
         self._handler = handler
         self._threads = Workers(f"mqstore-{queue.name}", self.clock, self.workers, self._exit, threads=True)
@@ -227,7 +229,7 @@ class ThreadRun(QueueRun):
                 for _ in range(self.workers):
                     self._threads.submit(self._loop)
                 while self._loops and (left_s := self.left_s()) > 0:
-                    self._bell.wait(left_s)
+                    self._bell.wait(min(left_s, LOOK_S))
             finally:
                 self.queue._runs.discard(self.wake)
                 self.halt()
@@ -276,7 +278,7 @@ class ThreadRun(QueueRun):
                 self._loops -= 1
             self.wake()
 
-    def _next(self) -> Task:
+    def _next(self) -> Task[Any]:
         queue = self.queue
         task = queue._get_at_once()
         if task is None:
@@ -284,7 +286,7 @@ class ThreadRun(QueueRun):
             task = Task(self.context, delivery, queue._codec)
         return task
 
-    def _handle(self, task: Task) -> None:
+    def _handle(self, task: Task[Any]) -> None:
         wait_s, parked = self.wait_s(task)
         if parked:
             task.release(delay=wait_s)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from mqstore.client.codecs import T
 from mqstore.options import Duration
 
 if TYPE_CHECKING:
@@ -14,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def run(
-    self: Queue,
-    handler: Callable[[Task], object],
+    self: Queue[T],
+    handler: Callable[[Task[T]], object],
     workers: int = 4,
     *,
     rate: str | None = None,
-    rate_per: Callable[[Any], Hashable] | None = None,
+    rate_per: Callable[[T], Hashable] | None = None,
     grace: Duration = 30,
 ) -> RunSummary:
     """Handle items in `workers` threads, until SIGTERM, SIGINT or `shutdown`. Log and return a summary.
@@ -43,7 +44,7 @@ def run(
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
     ...     jobs = store.queue("jobs", codec=mqstore.TEXT)
-    ...     jobs.put_many(["a", "b", "c"])
+    ...     receipts = jobs.put_many(["a", "b", "c"])
     ...     jobs.shutdown()  # no more puts, so that the run ends when nothing is ready
     ...     summary = jobs.run(lambda task: task.value.index("b"), workers=2)  # ValueError for "a" and "c"
     ...     summary.handled, summary.failed, jobs.qsize()

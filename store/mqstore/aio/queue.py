@@ -195,11 +195,11 @@ class Queue(Closable[queue.Queue[T]], Generic[T]):
 
     async def run(
         self,
-        handler: Callable[[Task], object],
+        handler: Callable[[Task[T]], object],
         workers: int = 4,
         *,
         rate: str | None = None,
-        rate_per: Callable[[Any], Hashable] | None = None,
+        rate_per: Callable[[T], Hashable] | None = None,
         grace: Duration = 30,
     ) -> RunSummary:
         """Handle items as `mqstore.Queue.run`, by `workers` tasks of the loop that await `handler(task)`.

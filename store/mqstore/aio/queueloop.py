@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
@@ -18,7 +17,7 @@ from mqstore.aio.lease import Task
 from mqstore.client.push.handlers import check_has_run
 from mqstore.client.push.workers import at_signals
 from mqstore.errors import MQStoreError, StoreClosedError
-from mqstore.queueloop import ENDED, PAUSE_S, QueueRun, RunSummary
+from mqstore.queueloop import ENDED, LOOK_S, PAUSE_S, QueueRun, RunSummary
 
 if TYPE_CHECKING:
     from mqstore.aio.queue import Queue
@@ -30,7 +29,7 @@ _CANCEL_S: Final = 5.0
 class LoopRun(QueueRun):
     """Run with coroutines. Made on the event loop."""
 
-    def __init__(self, twin: Queue, handler: Callable[[Task], object], *options: Any) -> None:
+    def __init__(self, twin: Queue[Any], handler: Callable[[Task[Any]], object], *options: Any) -> None:
         super().__init__(twin.sync, handler, *options, coroutines=True)
         self._twin = twin
         self._bridge = twin._bridge
@@ -53,10 +52,10 @@ class LoopRun(QueueRun):
                 while not ended.done() and (left_s := self.left_s()) > 0:
                     self._woken.clear()
                     try:
-                        async with asyncio.timeout(min(left_s, threading.TIMEOUT_MAX)):
+                        async with asyncio.timeout(min(left_s, LOOK_S)):
                             await self._woken.wait()
                     except TimeoutError:
-                        break
+                        continue
                     except asyncio.CancelledError as error:
                         if cancelled is not None or self._stopping:
                             raise
@@ -111,7 +110,7 @@ class LoopRun(QueueRun):
                 async with task:
                     await self._handle(task)
 
-    async def _handle(self, task: Task) -> None:
+    async def _handle(self, task: Task[Any]) -> None:
         wait_s, parked = self.wait_s(task.sync)
         if parked:
             await task.release(delay=wait_s)
