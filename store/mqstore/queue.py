@@ -439,7 +439,8 @@ class Queue(Generic[T]):
         return self._waits.add(self._topics(), callback, -1 if self._shut else generation)
 
     def __iter__(self) -> Iterator[Task[T]]:
-        """Yield tasks until nothing is ready. It does not wait for the next attempts of failed items."""
+        """Yield tasks until nothing is ready. It does not wait for the next attempts of failed items.
+        An exception in `with task:` ends the caller's loop, unless it is caught there."""
         while True:
             try:
                 task = self.get(block=False)

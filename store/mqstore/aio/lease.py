@@ -61,8 +61,9 @@ class Lease(AsyncBase[L]):
 
 class Task(Lease[client_task.Task[T]], Generic[T]):
     """Leased item with coroutines.
-    `async with task:` acknowledges it at a clean end, and gives it back after an exception. If cancelled, the item is
-    released at once, and the attempt does not count.
+    `async with task:` acknowledges it at a clean end, and gives it back after an exception, which passes on. If
+    cancelled, the item is released at once, and the attempt does not count. `Queue.run` is a loop that survives
+    exceptions.
 
     >>> import asyncio, mqstore, tempfile
     >>> async def main(folder):

@@ -267,8 +267,8 @@ class Lease:
 
 class Delivery(Lease):
     """Message that `SimpleConsumer.receive` returned.
-    `with delivery as message:` acknowledges it at a clean end, and gives it back after an exception. `Retry` and
-    `Reject` are obeyed and not raised again.
+    `with delivery as message:` acknowledges it at a clean end, and gives it back after an exception, which passes
+    on. `Retry` and `Reject` are obeyed and do not.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:

@@ -14,7 +14,7 @@ _UNREAD: Any = object()
 
 class Task(Lease, Generic[T]):
     """Leased item. `with task:` acknowledges it at a clean end, and gives it back after an exception.
-    `Retry` and `Reject` are obeyed and not raised again.
+    The exception passes on, except `Retry` and `Reject`, which are obeyed. `Queue.run` is a loop that survives it.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
