@@ -24,7 +24,7 @@ from mqstore.client.delivery import release
 from mqstore.client.interceptors import Settled
 from mqstore.client.push.handlers import check_handler, check_has_run
 from mqstore.client.push.workers import Worker, Workers, at_signals
-from mqstore.client.ratelimit import RateLimit
+from mqstore.client.ratelimit import HOLD_MS, RateLimit
 from mqstore.client.renewal import Held, Renewer
 from mqstore.client.task import Task
 from mqstore.errors import ConfigError, MQStoreError, QueueShutDown, StoreClosedError
@@ -85,7 +85,7 @@ class QueueRun(ABC):
         self._grace_s = seconds(grace, "grace")
         if rate_per is not None and (rate is None or not callable(rate_per)):
             raise ConfigError("rate_per is a function of an item, such as its host, and needs a rate such as '1/s'")
-        self._limit = None if rate is None else RateLimit(rate, hold_ms=math.inf)
+        self._limit = None if rate is None else RateLimit(rate, hold_ms=math.inf if rate_per is None else HOLD_MS)
         self._rate_per = rate_per
         self.queue = queue
         self.clock = queue._broker.clock

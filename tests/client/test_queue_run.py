@@ -172,6 +172,56 @@ def test_long_handler_keeps_its_item(run: Any) -> None:
     assert seen == [1]
 
 
+# -- rates ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate_per", [None, lambda item: "all"])
+def test_starts_keep_their_distance(run: Any, rate_per: Any) -> None:
+    starts: list[float] = []
+
+    def body(queue: mqstore.Queue) -> None:
+        threading.Thread(target=lambda: (queue.join(30), queue.shutdown()), daemon=True).start()
+
+    summary = run(list("abcdef"), lambda task: starts.append(time.monotonic()), body, rate="10/s", rate_per=rate_per)
+
+    assert counts(summary) == (6, 0, 0, 0)
+    assert starts[-1] - starts[0] >= 0.49  # five distances; a start is late if its thread was
+
+
+def test_item_of_a_limited_key_holds_up_no_other(run: Any, tmp_path: Path) -> None:
+    hosts = ["slow/1", "slow/2", "slow/3", "a/1", "b/1", "c/1"]
+    done: list[str] = []
+
+    def handle(task: Any) -> None:
+        done.append(task.value)
+
+    summary = run(hosts, handle, drained, workers=1, rate="1/h", rate_per=lambda url: url.partition("/")[0])
+
+    assert done == ["slow/1", "a/1", "b/1", "c/1"]
+    assert counts(summary) == (4, 0, 0, 0)
+    with mqstore.open(tmp_path / "store") as store:
+        assert store.queue("jobs").qsize() == 2
+
+
+def test_item_given_back_for_its_rate_loses_no_attempt(run: Any) -> None:
+    attempts: list[tuple[str, int]] = []
+
+    def body(queue: mqstore.Queue) -> None:
+        threading.Thread(target=lambda: (queue.join(30), queue.shutdown()), daemon=True).start()
+
+    def handle(task: Any) -> None:
+        attempts.append((task.value, task.attempt))
+
+    run(list("abc"), handle, body, rate="1/s", rate_per=len)
+
+    assert sorted(attempts) == [("a", 1), ("b", 1), ("c", 1)]
+
+
+@pytest.mark.parametrize("rate_per", [lambda item: item.missing, lambda item: [item]])
+def test_function_of_an_item_that_fails_is_a_failed_attempt(run: Any, rate_per: Any) -> None:
+    assert counts(run(["a"], lambda task: None, drained, rate="1/s", rate_per=rate_per)) == (0, 1, 0, 0)
+
+
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 

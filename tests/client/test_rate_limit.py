@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -69,7 +70,7 @@ def test_starts_of_a_key_keep_their_distance(items: list[tuple[int, str]], rate:
 
     assert {key: len(each) for key, each in starts.items()} == Counter(key for _, key in items)
     for each in starts.values():
-        assert all(after - before >= interval_ms(rate) - 1e-6 for before, after in zip(each, each[1:], strict=False))
+        assert all(after - before >= interval_ms(rate) - 1e-6 for before, after in pairwise(each))
 
 
 def test_waiting_items_use_every_start() -> None:
@@ -85,7 +86,7 @@ def test_free_keys_start_at_once() -> None:
 
 
 def test_items_of_a_full_key_ask_seldom() -> None:
-    """A start further than five minutes ahead is not planned. So 2,000 items ask some four times each, not 1,000 times."""
+    """A start further than five minutes ahead is not planned. So 2,000 items ask some five times each, not 1,000."""
     _, asked = simulated(RateLimit("1/s"), [(0, "a")] * 2000)
 
     assert asked["a"] <= 2000 * (2 + 2000 / (PARK_MS / 1000)) / 2 + 2000
