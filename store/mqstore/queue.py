@@ -27,7 +27,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Generic, Self, TypedDict, Unpack, cast
+from typing import Any, Self, TypedDict, Unpack, cast
 
 from mqstore.broker.names import DEAD_LETTER, EXPIRY, queue_topic, retry_topic
 from mqstore.broker.pop.receipts import parse_recall_handle
@@ -38,6 +38,7 @@ from mqstore.client.interceptors import Settled
 from mqstore.client.itemoptions import BLOCKING, ItemOptions, put_item, queue_of, send_options
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.popsource import pop_retries
+from mqstore.client.queueitems import QueueItems
 from mqstore.client.task import Task
 from mqstore.client.waits import Wait, Waits
 from mqstore.contract import MAX_BATCH, BrokerContract, DeadLetters, Delivery, RetryPolicy, SendOptions
@@ -78,7 +79,7 @@ class QueueOptions(TypedDict, total=False):
     dead_letter_expired: bool | None
 
 
-class Queue(Generic[T]):
+class Queue(QueueItems[T]):
     """Persistent queue with the verbs of `queue.Queue`. Thread-safe. Its items outlive the process.
 
     `get` leases an item. If it is not settled within `visibility` seconds (0.1 s to 12 h), it is redelivered. After the

@@ -50,6 +50,7 @@ PLAIN = {  # called without await: iterators, what makes objects, decorators
     (aio.Store, "iter"),
     (aio.Store, "verify"),
     (aio.Store, "queue"),
+    (aio.Queue, "items"),
     (aio.Store, "producer"),
     (aio.Store, "simple_consumer"),
     (aio.Store, "pull_consumer"),

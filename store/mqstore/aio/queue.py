@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, Unpack
 from weakref import WeakKeyDictionary
 
 from mqstore import queue
-from mqstore.aio.base import Closable, Value, called, in_order, limit, to_its_end
+from mqstore.aio.base import Closable, Value, called, in_order, limit, paged, to_its_end
 from mqstore.aio.lease import DeadLetters, Task
 from mqstore.aio.loop_thread import LoopThread
 from mqstore.client import task as client_task
@@ -63,6 +63,10 @@ class Queue(Closable[queue.Queue[T]], Generic[T]):
     full = called(queue.Queue.full)
     put_many = called(queue.Queue[T].put_many, in_order)
     shutdown = called(queue.Queue.shutdown, to_its_end)
+    items = paged(queue.Queue[T].items)
+    peek = called(queue.Queue[T].peek)
+    counts = called(queue.Queue.counts)
+    purge = called(queue.Queue.purge, to_its_end)
 
     def __init__(self, bridge: LoopThread, name: str, **options: Any) -> None:
         """Make the queue, on the store's thread."""

@@ -274,6 +274,7 @@ _TABLE: Final = """
 31120 items.find                repeat thread
 31121 items.page                repeat thread
 31122 items.counts              repeat thread
+31123 items.purge                      thread
 31130 topics.expire             repeat thread
 31140 topics.for_priority       repeat thread
 """

@@ -101,7 +101,7 @@ class TimerQueries(Roller):
         any more until the end of this call. They are as durable as puts."""
         with self._lock:
             stop, count = begin(), 0
-            for message in self._waiting(topics, 0):
+            for message in self._waiting(topics, 0) if topics else ():
                 by_level = TIMER_DELAY_LEVEL in message.stored_properties()
                 if message.physical_offset < stop and not by_level and not self._is_cancelled(message):
                     self._messages.cancel(_handle(message), message.born_timestamp_ms)

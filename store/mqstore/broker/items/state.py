@@ -128,6 +128,12 @@ def status_of(state: QueueState, order: OrderInfo | None, offset: int, now_ms: i
     return Status("leased", until_ms, holder, state.notes.get(offset, ""), before)
 
 
+def check_state(state: object) -> None:
+    """Raise ConfigError unless it is a state or None."""
+    if state is not None and state not in STATES:
+        raise ConfigError(f"the state of an item is {', '.join(STATES[:-1])} or {STATES[-1]}, not {state!r:.40}")
+
+
 def unsettled(state: QueueState, order: OrderInfo | None, begin: int, count: int, wanted: State | None) -> list[int]:
     """Return the first `count` delivered offsets from `begin` on that are not done, ascending. Call under the lock.
     Without those that cannot be in the `wanted` state. It passes over the messages in flight, or if these are fewer
@@ -184,8 +190,7 @@ class Items:
     ) -> ItemPage:
         """Return some items, of one state or all: failed ones, the others by offset, then delayed and dead ones.
         `after` is that of the page before. Raises ConfigError for another state, and TopicNotFoundError."""
-        if state is not None and state not in STATES:
-            raise ConfigError(f"the state of an item is {', '.join(STATES[:-1])} or {STATES[-1]}, not {state!r:.40}")
+        check_state(state)
         sources = list(self._sources(group, topic, state))
         names = [source[:2] for source in sources]
         at, begin = (names.index(after[:2]), after[2]) if after is not None and after[:2] in names else (0, 0)
@@ -233,13 +238,18 @@ class Items:
         if wanted != "dead":
             for key in self._keys(group, topic):
                 yield key.topic, key.queue_id, partial(self._of_queue, key, wanted)
-        names = {topic} if wanted == "delayed" else retry_topics(group, topic) | ({topic} if wanted is None else set())
-        if wanted in (None, "delayed", "retry"):
+        if names := self._waiting_names(group, topic, wanted):
             yield TIMER_TOPIC, 0, partial(self._of_timer, topic, names)
             for level, bounds in sorted(self._levels().items()):
                 yield SCHEDULE_TOPIC, level - 1, partial(self._of_level, topic, names, level, bounds)
         if wanted in (None, "dead"):
             yield dlq_topic(group), 0, partial(self._of_letters, DeadLetters(self._tables, group))
+
+    @staticmethod
+    def _waiting_names(group: str, topic: str, wanted: State | None) -> set[str]:
+        """Return the topics for which items in the wanted state wait in the timer or a delay level."""
+        again = retry_topics(group, topic)
+        return {None: {topic, *again}, "delayed": {topic}, "retry": again}.get(wanted, set())
 
     @contextmanager
     def _state(self, key: QueueKey) -> Iterator[tuple[QueueState, OrderInfo | None]]:

@@ -96,7 +96,7 @@ class ClusterBroker(Sends, Pops):
         self.has_room = lambda size: False
         self.save_offsets = self._save
         self.begun = _NoNotes()
-        self.items: Any = SimpleNamespace(find=refuse_items, page=refuse_items, counts=refuse_items)
+        self.items: Any = SimpleNamespace(**dict.fromkeys(("find", "page", "counts", "purge"), refuse_items))
         config = links.config(links.brokers[0]) if links.brokers else {}
         self.limits = Limits(int(config.get("maxMessageSize", 4 << 20)), int(config.get("timerMaxDelaySec", 259_200)))
         self.topics = Topics(links)
