@@ -59,6 +59,12 @@ def test_store_is_closed_and_removed(fails: bool) -> None:
     assert not store.path.exists()
 
 
+def test_time_passes_for_a_store_without_its_clock(mq_store: mqstore.Store) -> None:
+    jobs = mq_store.queue("jobs")
+    jobs.put(b"later", delay=0.05)
+    assert jobs.get(timeout=60).value == b"later"
+
+
 def test_advance_does_all_that_is_due(mq_store: mqstore.Store, mq_clock: StoreClock) -> None:
     jobs = mq_store.queue("jobs", visibility=60)
     jobs.put(b"first")

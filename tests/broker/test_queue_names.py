@@ -60,6 +60,10 @@ def test_two_names_never_share_a_topic(one: str, other: str) -> None:
 
 
 @given(st.text("%|0123456789abcdefABCDEF", min_size=1, max_size=12))
+@example("a|62")
+@example("a|2E")
+@example("|ff")
+@example("%RETRY%a|20b")
 def test_topic_of_somebody_else_keeps_its_name(topic: str) -> None:
     """A topic has a queue's name only if that queue would have this topic."""
     name = queue_name(topic)
