@@ -53,6 +53,7 @@ def fill(path: str | Path) -> None:
             store.broker.run_once()
         store.put("orders", b"remind", keys="o-17", delay=86_400, queue_id=0, unique_key=f"{17:031X}R")
         store.queue("mail").put(b"to ada: thank you")
+        store.broker.run_once()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ASKING", "CHANGING", "looking"]
+__all__ = ["ASKING", "CHANGING", "looking", "opening"]
 
 CHANGING = {
     *("produce", "consume", "serve", "recover", "topics create", "topics alter", "topics delete", "groups create"),
@@ -34,6 +34,7 @@ def looking(store: object, copy: object, *, topic: str = "orders", group: str = 
         "get": f"DIR --topic {topic}",
         "get, a key": f"DIR --topic {topic} --key k1",
         "get, any topic": "DIR --from 2020-01-01 --grep o --where TAGS='created' --limit 99",
+        "get, bytes": "DIR --physical-offset 0 --hex",
         "get, the newest": f"DIR --topic {topic} --last 10",
         "snapshot": "DIR COPY",
         "topics list": "DIR --system",
@@ -64,3 +65,10 @@ def looking(store: object, copy: object, *, topic: str = "orders", group: str = 
         name: [*name.partition(",")[0].split(), *(places.get(word, word) for word in words.split())]
         for name, words in every.items()
     }
+
+
+def opening(store: object, *, topic: str = "orders") -> dict[str, list[str]]:
+    """Return the words of commands that open files of `store`. Not every store has them all."""
+    names = ["commitlog/" + "0" * 20, f"consumequeue/{topic}/0/" + "0" * 20, "index/20200101000000000", "checkpoint"]
+    names += ["timerwheel", "timerlog/" + "0" * 20, "config/timercheck", "config/consumerOffset.json"]
+    return {f"inspect, {name}": ["inspect", "--file", f"{store}/{name}", "--offset", "0"] for name in names}

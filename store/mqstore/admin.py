@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mqstore.broker.admin import contents
+from mqstore.broker.admin.bytes import inspect_file
 from mqstore.broker.admin.cut import cut_messages, restore_cut
 from mqstore.broker.admin.inspect import inspect_broker
 from mqstore.broker.admin.offline import Offline, look, offline
@@ -47,6 +48,7 @@ __all__ = [
     "check_user_topic",
     "cut_messages",
     "default_retry",
+    "inspect_file",
     "inspect_store",
     "look",
     "offline",

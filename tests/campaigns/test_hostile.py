@@ -33,7 +33,7 @@ import mqstore
 import mqstore_tools.main
 from mqstore.errors import MQStoreError
 from tests.children import in_child
-from tests.commands import looking
+from tests.commands import looking, opening
 from tests.log.splicesupport import Row, bundle, publish
 from tests.log.support import open_in
 from tests.records import encode_record
@@ -157,7 +157,7 @@ def _read(store: Path, out: Path) -> None:
 
 READERS: dict[str, Command] = {
     "read": _read,
-    **{name: _cli(*words) for name, words in looking("DIR", "OUT/copy").items()},
+    **{name: _cli(*words) for name, words in (looking("DIR", "OUT/copy") | opening("DIR")).items()},
 }
 WRITERS: dict[str, Command] = {
     "open and put": _put,

@@ -157,7 +157,7 @@ def test_an_export_to_a_folder_writes_it_once(store: Path, tmp_path: Path) -> No
         ),
         (("--spark", "local[2]"), "--spark goes with --to"),
         (("--columns", "body"), "--columns goes with --to"),
-        (("--where", "a = 1"), "--where goes with --to"),
+        (("--to", "out", "--grep", "a"), "--grep does not go with --to"),
         (("other",), "several stores need --to"),
     ],
 )

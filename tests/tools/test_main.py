@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,9 +42,25 @@ def test_every_command_has_help_with_an_example_and_explains_its_options(words: 
     result = mqstore(*words, "--help", exit_code=0)
 
     assert f"\n    mqstore {' '.join(words)}" in result.stdout
+    assert [line for line in result.stdout.splitlines() if len(line) > 80] == []
     command = REGISTERED[words]
     assert command.short_help or command.help
     assert [o.name for o in command.params if isinstance(o, click.Option) and not (o.help or o.name in PLAIN)] == []
+
+
+@pytest.mark.parametrize("name", [name for name in looking("", "") if not name.split(",")[0].endswith("export")])
+def test_output_fits_a_terminal_of_80_columns(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """JSON is for programs, so its lines may be longer."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("mqstore_tools.render._is_terminal", lambda stream: True)
+    words = [word for word in looking(store, tmp_path / "copy")[name] if word != "--json"]
+
+    result = mqstore(*words)
+
+    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in result.output.splitlines()]
+    assert [line for line in lines if len(line) > 80] == []
 
 
 def test_the_first_sub_command_is_meant_when_none_is_named(tmp_path: Path) -> None:

@@ -48,17 +48,20 @@ Examples:
   mqstore consume var/mq orders --group nightly --idle-exit 0    # exit when the queue is drained
   mqstore consume 127.0.0.1:9876 orders --group billing --dry-run
 
-\b
 A command gets the body on stdin, and in its environment MQSTORE_TOPIC, MQSTORE_QUEUE_ID, MQSTORE_OFFSET,
 MQSTORE_TAG, MQSTORE_KEYS, MQSTORE_MESSAGE_ID, MQSTORE_UNIQUE_KEY, MQSTORE_ATTEMPT (1, 2, ...),
 MQSTORE_GROUP and MQSTORE_PROPERTY_<NAME> (with _ for each character of a name but letters, digits and _).
-  exit code 0    the message is done
-  65             it becomes a dead letter at once; the reason is the first line of stderr (--reject-code)
-  any other      it failed and is redelivered by the group's retry policy, or dead-lettered after the last attempt
 
 \b
+  exit code 0   the message is done
+  65            it becomes a dead letter at once; the reason is the first line
+                of stderr (--reject-code)
+  any other     it failed and is redelivered by the group's retry policy, or
+                dead-lettered after the last attempt
+
 Ctrl-C or SIGTERM: start no more commands, wait for running ones, and save the committed offsets. Twice: kill them;
 their messages are redelivered. Three times: end at once.
+
 Exit codes: 0 fine, 1 messages failed (and did not succeed later) or became dead letters, 2 wrong usage, 3 the store
 cannot be opened.""",
 )

@@ -19,7 +19,7 @@ from mqstore_tools.shared import FINDINGS, json_option
 Examples:
   mqstore delay var/mq                        # the same as: mqstore delay show var/mq
   mqstore delay var/mq --json | jq .timer.waiting
-  mqstore delay cancel var/mq djEgb3JkZXJzIG1xc3RvcmUgMTcwMDAwMDAwMDAwMSAwMUFC""",
+  mqstore delay cancel var/mq djEgb3JkZXJzIG1xc3RvcmUgMTcwMDAwMDAwMSAwMUFC""",
 )
 def delay() -> None:
     """Show the messages that wait to be delivered later, or cancel one.
@@ -57,8 +57,8 @@ def show(target: Path, json_output: bool) -> None:
     short_help="Cancel a delayed message of the timer.",
     epilog="""\b
 Examples:
-  mqstore delay cancel var/mq djEgb3JkZXJzIG1xc3RvcmUgMTcwMDAwMDAwMDAwMSAwMUFC --dry-run
-  mqstore delay cancel var/mq djEgb3JkZXJzIG1xc3RvcmUgMTcwMDAwMDAwMDAwMSAwMUFC""",
+  mqstore delay cancel var/mq djEgb3JkZXJzIG1xc3RvcmUgMTcwMDAwMDAwMSAwMUFC --dry-run
+  mqstore delay cancel var/mq djEgb3JkZXJzIG1xc3RvcmUgMTcwMDAwMDAwMSAwMUFC""",
 )
 @target_argument
 @click.argument("handle")

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import click
 
 from mqstore import Message, QueueRef
-from mqstore.admin import Search
+from mqstore.admin import Search, inspect_file
 from mqstore.engine import Finding, StoreFiles
 from mqstore.errors import InvalidMessageError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore_tools.multi_store import FILTERS, from_option, search_of, until_option, where_option, with_options
@@ -23,6 +22,7 @@ from mqstore_tools.render import (
     note,
     note_searched,
     print_finding,
+    print_items,
     print_message,
     raw_bodies_option,
 )
@@ -63,7 +63,7 @@ Examples:
   mqstore get var/mq --topic orders --where "amount > 100" --from 1h
   mqstore get var/mq --topic orders --last 10 --follow
   mqstore get var/mq --id 7F000001000000000000000000000400
-  mqstore get var/mq --physical-offset 1024""",
+  mqstore get var/mq --physical-offset 1024 --hex""",
 )
 @with_options(
     directory_argument,
@@ -88,6 +88,7 @@ Examples:
     where_option,
     click.option("--id", "--message-id", "message_id", help="The message with this message id, or unique key."),
     click.option("--physical-offset", type=click.IntRange(0), help="The message whose record starts there."),
+    click.option("--hex", "in_hex", is_flag=True, help="Print the fields of each record with their bytes."),
     body_bytes_option,
     raw_bodies_option,
     json_option,
@@ -105,6 +106,7 @@ def get(
     follow: bool,
     message_id: str | None,
     physical_offset: int | None,
+    in_hex: bool,
     body_bytes: int,
     raw_bodies: bool,
     json_output: bool,
@@ -124,6 +126,7 @@ def get(
 
     --json prints one object per line, like `export`. Exit code 1 if no message is found, or if messages may be missing
     from the output. Damage is reported on stderr, and so is a queue that lacks messages of the log, or a lost index.
+    --hex also prints a damaged record at a --physical-offset; see `mqstore inspect --file` for other files.
     """
     ways = [name for name in _NO_GOOD if was_given(ctx, name)]
     if len(ways) > 1 and ways != ["last", "follow"]:
@@ -135,10 +138,20 @@ def get(
     if topic is None and not searches and not {*ways} & {"message_id", "physical_offset"}:
         raise click.UsageError("give --topic, --id, --physical-offset, or a filter")
     search.limit = max_messages = last or max_messages or (_FOUND if searches else 1)
-    show = partial(print_message, json_output=json_output, body_bytes=body_bytes, raw_body=raw_bodies)
+
+    def show_hex(place: int) -> bool:
+        return print_items(inspect_file(directory, offset=place, limit=1), json_output=json_output)
+
+    def show(message: Message) -> bool:
+        if in_hex:
+            return show_hex(message.physical_offset)
+        return print_message(message, json_output=json_output, body_bytes=body_bytes, raw_body=raw_bodies)
+
     positions: dict[QueueRef, int] = {}
     shown = unread = undecoded = 0
     with StoreFiles(directory) as store:
+        if in_hex and physical_offset is not None:
+            ctx.exit(0 if show_hex(physical_offset) else FINDINGS)
         found: Iterable[Message | Finding] = ()
         incomplete: QueueRef | None = None
         place = physical_offset if message_id is None else message_id

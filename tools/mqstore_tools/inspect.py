@@ -10,16 +10,16 @@ from typing import Any
 import click
 
 from mqstore import QueueRef
-from mqstore.admin import inspect_store
-from mqstore_tools.render import console, note, pick, print_json, progress, show_bytes, table, when
+from mqstore.admin import inspect_file, inspect_store
+from mqstore_tools.render import console, note, pick, print_items, print_json, progress, show_bytes, table, when
 from mqstore_tools.session import show_ms
 from mqstore_tools.shared import (
     FINDINGS,
     StoreCommand,
-    directory_argument,
     findings_on_stderr,
     json_option,
     note_incomplete,
+    refuse_given,
 )
 
 _MANY = 200
@@ -33,12 +33,32 @@ _MANY = 200
 Examples:
   mqstore inspect var/mq
   mqstore inspect var/mq --json | jq '.topics.orders.queues'
-  mqstore inspect ~/store          # a Java broker's, running or not""",
+  mqstore inspect ~/store          # a Java broker's, running or not
+  mqstore inspect --file var/mq/consumequeue/orders/0/00000000000000000000 --offset 7
+  mqstore inspect --file copied.bin --as index --limit 20""",
 )
-@directory_argument
+@click.argument("directory", metavar="[DIR]", type=click.Path(path_type=Path, readable=False), required=False)
+@click.option(
+    "--file", metavar="PATH", type=click.Path(path_type=Path, readable=False), help="Show the bytes of this file."
+)
+@click.option("--as", "kind", metavar="KIND", help="Kind of the --file, such as index, if it is not recognized.")
+@click.option(
+    "--offset",
+    type=click.IntRange(0),
+    help="First item of the --file: physical offset in a log, number of a unit, slot or value.",
+)
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="Number of items (default 4, 1 with --offset).")
 @json_option
 @click.pass_context
-def inspect(ctx: click.Context, directory: Path, json_output: bool) -> None:
+def inspect(
+    ctx: click.Context,
+    directory: Path | None,
+    file: Path | None,
+    kind: str | None,
+    offset: int | None,
+    limit: int | None,
+    json_output: bool,
+) -> None:
     """Show the contents of the store in DIR: log, topics, queues, index, checkpoint, committed offsets.
 
     It also shows the broker's state: delay levels, timer, deliveries in flight, order info, transactions, dead letters,
@@ -48,7 +68,23 @@ def inspect(ctx: click.Context, directory: Path, json_output: bool) -> None:
     Obvious damage is listed under problems; checksums are left to `verify`. Exit code 1 if there are problems or
     errors, or if a queue lacks messages of the log, after a crash or because its files are lost. Such a queue is named
     on stderr.
+
+    With --file, show the fields of a file of a store with their bytes: records, units, the slots of an index with
+    their chains, checkpoint, timer, JSON. The file may be damaged, or a copy elsewhere. Zeros are left out. A unit
+    that --offset chooses is followed by its record, in which the values of the pop log are shown, too. Exit code 1 if
+    an item has a problem.
     """
+    if file is not None:
+        if directory is not None:
+            raise click.UsageError("give DIR or --file, not both")
+        limit = limit or (4 if offset is None else 1)
+        found = inspect_file(file, kind=kind, offset=offset, limit=limit)
+        if not print_items(found, json_output=json_output):
+            ctx.exit(FINDINGS)
+        return
+    if directory is None:
+        raise click.MissingParameter("give DIR or --file", ctx, ctx.command.params[0])
+    refuse_given(ctx, ("kind", "offset", "limit"), "goes with --file")
     with findings_on_stderr() as errors, progress("reading the log") as report:
         found = inspect_store(directory, progress=report)
     if json_output:
@@ -93,8 +129,11 @@ def show_store(found: dict[str, Any]) -> None:
         for queue_id, q in entry["queues"].items()
     ]
     _table("queues", ("topic", "queue>", "first>", "next>", "messages>", "from byte>", "to byte>"), queues)
-    segments = [[*pick(each, "file length used messages"), *map(when, pick(each, _TIMES))] for each in log["segments"]]
-    _table("segments", ("file", "length>", "used>", "records>", "first stored", "last stored"), segments)
+    segments = [
+        [int(each["file"][-20:]), *pick(each, "used messages"), *(when(ms)[:19] for ms in pick(each, _TIMES))]
+        for each in log["segments"]
+    ]
+    _table("segments", ("from byte>", "used>", "records>", "first stored", "last stored"), segments)
     offsets = [
         (group, topic, queue_id, offset, _behind(found, topic, queue_id, offset))
         for group, topics in found["consumer_offsets"].items()

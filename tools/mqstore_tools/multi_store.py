@@ -73,7 +73,7 @@ FILTERS = (
         "--grep", metavar="PATTERN", help="Only messages whose body has a match of this Python regular expression."
     ),
 )
-"""Options that choose messages of one store, besides those of `message_options`: fields of `mqstore.admin.Search`."""
+"""Options that choose messages of one store, with those of `message_options`: fields of `mqstore.admin.Search`."""
 _CHOICE = (
     stores_argument,
     topic_option,

@@ -10,7 +10,9 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -34,6 +36,8 @@ _WIDE = 1 << 20
 """Width of output to a pipe or file, so that each row of a table is one line."""
 _SEVERE = frozenset({"bad_record", "lost_tail", "missing_segment", "segment_size", "bad_json"})
 """Kinds of findings that may cost messages or settings. All others can be repaired from the log."""
+_ROW = 8
+"""Number of bytes in a row of a field."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -121,7 +125,16 @@ def _is_terminal(stream: TextIO) -> bool:
 
 def note(text: object) -> None:
     """Print a line on stderr, for people."""
-    print(safe(text), file=sys.stderr)
+    print_line(safe(text), stderr=True)
+
+
+def print_line(line: str, *, stderr: bool = False) -> None:
+    """Print a line, on a terminal as several that fit its width."""
+    stream = sys.stderr if stderr else sys.stdout
+    if _is_terminal(stream):
+        width = shutil.get_terminal_size().columns
+        line = textwrap.fill(line, width, subsequent_indent="    ", break_on_hyphens=False) if width > 8 else line
+    print(line, file=stream)
 
 
 class _Titled(Table):
@@ -160,7 +173,7 @@ def print_finding(finding: Finding, *, prefix: str = "", stderr: bool = False) -
     prefix = safe(prefix)
     line = Text(safe(f"{prefix}{finding.kind}: {where}{length}: {finding.detail}"))
     line.stylize("red" if finding.kind in _SEVERE else "yellow", len(prefix), len(prefix) + len(finding.kind))
-    console(stderr=stderr).print(line, soft_wrap=True)
+    console(stderr=stderr).print(line)
 
 
 def print_findings(rows: Iterable[Mapping[str, Any]]) -> None:
@@ -307,6 +320,34 @@ def note_searched(search: Search, *, json_output: bool, limited: bool = False) -
         note(f"not searched: {why}")
 
 
+def print_items(found: Mapping[str, Any], *, json_output: bool) -> bool:
+    """Print what `mqstore.admin.inspect_file` found: fields with their bytes. Return False if an item has a problem."""
+    if json_output:
+        print_json(found)
+    elif not found["items"]:
+        note(f"{found['path']}: no more than zeros in its {found['bytes']} bytes")
+    for item in () if json_output else found["items"]:
+        rows: list[tuple[object, ...]] = []
+        for each in item["fields"]:
+            raw, value = bytes.fromhex(each["bytes"]), each["value"]
+            if each["name"].endswith("_ms") and isinstance(value, int) and value > 1 << 32:
+                value = f"{value} {when(value)}"
+            if len(raw) > _ROW:
+                value = f"{each['size']} bytes" if isinstance(value, str) and len(value) > _ROW else value
+            rows.append((each["position"], raw[:_ROW].hex(" "), each["name"], f"{value}{' !' * bool(each['problem'])}"))
+            rows += [
+                (each["position"] + at, raw[at : at + _ROW].hex(" "), "", body_text(raw[at : at + _ROW]))
+                for at in range(_ROW, len(raw), _ROW)
+            ]
+            if len(raw) < each["size"]:
+                rows.append(("", f"... {each['size'] - len(raw)} bytes more", "", ""))
+        title = f"{item['title']}, {item['size']} bytes at byte {item['position']} of {item['kind']}"
+        console().print(table(title, ("byte>", "bytes", "field", "value"), rows))
+        if item["problem"]:
+            note(f"problem: {item['problem']}")
+    return not any(item["problem"] for item in found["items"])
+
+
 def export_row(message: Message, *, raw_body: bool = False) -> dict[str, Any]:
     """Return the message as `export` writes it: stored names and units, `body` in base64.
 
@@ -338,6 +379,6 @@ def print_message(message: Message, *, json_output: bool, body_bytes: int, raw_b
         facts.append(f"keys={' '.join(message.keys)}")
     facts += [f"{name}={value}" for name, value in message.properties.items()]
     facts.append(f"id={message.message_id}")
-    print(safe("  ".join(facts)))
-    print(f"    {body}")
+    print_line(safe("  ".join(facts)))
+    print_line(f"    {body}")
     return fine

@@ -26,7 +26,7 @@ from mqstore.admin import operations
 from mqstore.errors import ConnectionLostError
 from mqstore.jobs import duration_s
 from mqstore_tools.render import note, print_json, safe
-from mqstore_tools.shared import StoreCommand
+from mqstore_tools.shared import Context, StoreCommand
 
 _AGE = re.compile(r"\d{1,9}[smhd]")
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^/:\s\[\]]+):\d{1,5}")
@@ -157,6 +157,7 @@ class DefaultGroup(click.Group):
     A directory with the name of a sub-command is written `./list`."""
 
     command_class = StoreCommand
+    context_class = Context
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return [*click.Command.collect_usage_pieces(self, ctx), "[COMMAND] DIR [ARGS]..."]

@@ -14,6 +14,7 @@ import errno
 import logging
 import math
 import os
+import re
 import sys
 import traceback
 from collections.abc import Collection, Iterator
@@ -55,8 +56,37 @@ _USAGE_ERRORS = (
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+class _Help(click.HelpFormatter):
+    """Help whose examples fit 80 columns: a comment is above its command, and options continue on the next line."""
+
+    def write_text(self, text: str) -> None:
+        super().write_text("\n".join(map(self._folded, text.split("\n"))))
+
+    def _folded(self, line: str) -> str:
+        if len(line) + self.current_indent <= self.width or not line.startswith("  mqstore "):
+            return line
+        command, _, comment = line.partition("   #")
+        first, *others = re.split(r" (?=--|\| |&& )", command.rstrip())
+        lines = [first]
+        for part in others:
+            if len(lines[-1]) + len(part) + self.current_indent < self.width - 2:
+                lines[-1] += f" {part}"
+            else:
+                lines[-1] += " \\"
+                lines.append(f"      {part}")
+        return "\n".join([*([f"  #{comment}"] if comment else []), *lines])
+
+
+class Context(click.Context):
+    """Context of all sub-commands."""
+
+    formatter_class = _Help
+
+
 class StoreCommand(click.Command):
     """Sub-command. Errors of the library become one escaped line on stderr and an exit code."""
+
+    context_class = Context
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -95,7 +125,7 @@ class StoreCommand(click.Command):
             ctx.exit(code)
         # Further lines of a FilterError show the user's own expression and point to the mistake.
         first, *others = str(message).splitlines() if isinstance(error, FilterError) else [message]
-        click.echo(f"{ctx.command_path}: {safe(first)}", err=True)
+        note(f"{ctx.command_path}: {first}")
         for line in others:
             click.echo(safe(line), err=True)
         ctx.exit(code)

@@ -24,13 +24,14 @@ from mqstore_tools.multi_store import (
 )
 from mqstore_tools.render import as_json, body_text, console, note, print_json, progress, table
 from mqstore_tools.session import dry_run_option
-from mqstore_tools.shared import StoreCommand, json_option
+from mqstore_tools.shared import Context, StoreCommand, json_option
 
 _BODY_BYTES = 80
 
 
 class _Commands(click.Group):
     command_class = StoreCommand
+    context_class = Context
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -41,10 +42,11 @@ class _Commands(click.Group):
     short_help="Run jobs over many or large stores in Spark.",
     epilog="""\b
 Examples:
-  mqstore spark sql var/mq "select topic, count(*) from messages group by topic" --json
+  mqstore spark sql var/mq "select topic, count(*) from messages group by 1" --json
 
 \b
-Exit codes: 0 done, 1 findings, 2 wrong usage, 3 no Java or no pyspark, or a store that cannot be read.
+Exit codes: 0 done, 1 findings, 2 wrong usage, 3 no Java or no pyspark, or a
+store that cannot be read.
 `mqstore spark COMMAND --help` has details and examples.""",
 )
 def spark() -> None:
@@ -94,9 +96,9 @@ def clean(targets: tuple[Path, ...], older_than: float, dry_run: bool, json_outp
     short_help="Query stores in SQL.",
     epilog="""\b
 Examples:
-  mqstore spark sql var/mq "select topic, count(*) from messages group by topic"
-  mqstore spark sql 'fleet/*' "select * from groups where lag > 1000 order by lag desc"
-  mqstore spark sql var/mq "select keys, body from messages where tags = 'paid'" --out paid --format json
+  mqstore spark sql var/mq "select topic, count(*) from messages group by 1"
+  mqstore spark sql 'fleet/*' "select * from groups where lag > 1000"
+  mqstore spark sql var/mq "select body from messages where tags = 'paid'" --out paid --format json
   mqstore spark sql var/mq "select * from messages" --from 1h --json | jq .topic""",
 )
 @message_options

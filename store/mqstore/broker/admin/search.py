@@ -16,8 +16,6 @@ from collections.abc import Collection, Iterable, Iterator
 from heapq import merge
 from typing import Any, Final
 
-import numpy as np
-
 from mqstore.broker.filters.filter import parse_filter
 from mqstore.errors import ConfigError, FormatError
 from mqstore.files.segment import Segment, place_in_file
@@ -259,7 +257,7 @@ def _place_at(store: ReadOnlyMessageStore, stamp_ms: int, front: int) -> int:
             begin = place
     for event in scan_segment(run, segment, begin - segment.start, checksum, stop=end - segment.start):
         if isinstance(event, Good):
-            late = np.flatnonzero(event.headers.store_timestamp_ms >= stamp_ms)
+            (late,) = (event.headers.store_timestamp_ms >= stamp_ms).nonzero()
             if len(late):
                 return event.base + int(event.headers.positions[late[0]])
     return bound

@@ -99,7 +99,7 @@ class TimerCheck:
             fs.close(fd)
         self._page[: len(data)] = data
         self._known = len(data) == _CHECK_BYTES
-        found = [each for at in _EXTENSION_AT if (each := _decode_extension(self._page, at)) is not None]
+        found = [each for at in _EXTENSION_AT if (each := decode_extension(self._page, at)) is not None]
         *java, _, _, _, java_counter = _JAVA.unpack_from(self._page)
         if found:
             self._counter, progress = max(found, key=lambda each: each[0])
@@ -148,7 +148,7 @@ def _encode_extension(page: bytearray, at: int, counter: int, progress: Progress
     _CRC.pack_into(page, end, crc32c(bytes(page[at:end])))
 
 
-def _decode_extension(page: bytearray, at: int) -> tuple[int, Progress] | None:
+def decode_extension(page: bytearray, at: int) -> tuple[int, Progress] | None:
     end = at + _EXTENSION.size
     magic, version, counter, *fields = _EXTENSION.unpack_from(page, at)
     whole = _CRC.unpack_from(page, end)[0] == crc32c(bytes(page[at:end]))
