@@ -311,6 +311,7 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "Task.attempt": lambda x: x.tasks[0].attempt,
     "Task.expires_at": lambda x: x.tasks[0].expires_at,
     "Task.extend": lambda x: x.tasks[0].extend(60),
+    "Task.progress": lambda x: x.tasks[0].progress("half"),
     "Task.release": lambda x: x.tasks[0].release(),
     "Task.message": lambda x: x.tasks[0].message.body,
     "Task.nack": lambda x: x.tasks[1].nack(),
@@ -371,5 +372,6 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "Delivery.extend": lambda x: x.delivery.extend(60),
     "Delivery.nack": lambda x: x.delivery.nack(),
     "Delivery.reject": lambda x: x.delivery.reject("why"),
+    "Delivery.progress": lambda x: x.delivery.progress("half"),
     "Delivery.release": lambda x: x.delivery.release(),
 }

@@ -551,9 +551,17 @@ class BrokerContract(Protocol):
         of this group and topic."""
 
     def renew(
-        self, group: str, topic: str, receipt: str, invisible: Duration, *, durability: Durability | None = None
+        self,
+        group: str,
+        topic: str,
+        receipt: str,
+        invisible: Duration,
+        *,
+        progress: str | None = None,
+        durability: Durability | None = None,
     ) -> str:
-        """Extend a delivery that is still being handled. The receipt stays valid, and is returned."""
+        """Extend a delivery that is still being handled. The receipt stays valid, and is returned.
+        `progress` is shown by `items` until the delivery ends, and lost with the process of the engine."""
 
     def nack(
         self,

@@ -178,7 +178,7 @@ class Queue(QueueItems[T]):
         self._waits = Waits(broker, name, order=self._ordered)
         """Waits of the threads in `get`."""
         self._log = LimitedLog(f"group {self.name}", broker.clock)
-        self._context = LeaseContext(broker, name, self._log, self._settled)
+        self._context = LeaseContext(broker, name, self._log, self._settled, self._visibility_s)
 
     # -- in ---------------------------------------------------------------------------------------------------------
 

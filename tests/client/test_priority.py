@@ -205,6 +205,18 @@ def test_a_delayed_item_keeps_its_priority(bench: Bench) -> None:
     assert [value for value, _ in taken(queue)] == ["later", "new", "now"]
 
 
+def test_peek_shows_the_highest_first(bench: Bench) -> None:
+    queue = bench.queue()
+    queue.put("low")
+    queue.put("high", priority=9)
+    queue.get().nack(delay=0)
+    bench.settle()
+    queue.put("middle", priority=5)
+    assert [(item.value, item.state) for item in queue.peek(9)] == [
+        (each, "ready") for each in ("high", "middle", "low")
+    ]
+
+
 def test_all_items_count_before_anybody_has_looked(bench: Bench) -> None:
     queue = bench.queue(maxsize=3)
     for priority in (0, 4, 9):
@@ -320,6 +332,71 @@ def test_a_delivery_of_a_simple_consumer_is_released_likewise(bench: Bench) -> N
     assert consumer.receive(wait=0) == []
     bench.advance(1)
     assert [each.attempt for each in consumer.receive(wait=0)] == [1]
+
+
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+
+def shown(queue: Queue) -> list[tuple[str, str, str, int]]:
+    """Return (item, state, progress, attempt) of all items."""
+    return [(each.value, each.state, each.progress, each.attempt) for each in queue.items()]
+
+
+@popsupport.BOTH
+def test_progress_is_shown_and_extends_the_lease(bench: Bench, ordered: bool) -> None:
+    queue = bench.queue(ordered=ordered, visibility=30)
+    queue.put("a")
+    task = queue.get()
+    for text in ("1 %", "42 %", ""):
+        bench.advance(20)
+        task.progress(text)
+        assert shown(queue) == [("a", "leased", text, 1)]
+    bench.advance(29)
+    assert taken(queue) == []
+    bench.advance(1)
+    assert taken(queue) == [("a", 2)]
+
+
+@popsupport.BOTH
+@pytest.mark.parametrize("end", ["release", "nack", "expiry"])
+def test_progress_ends_with_its_lease(bench: Bench, ordered: bool, end: str) -> None:
+    queue = bench.queue(ordered=ordered, visibility=1)
+    queue.put("a")
+    task = queue.get()
+    task.progress("42 %")
+    if end != "expiry":
+        getattr(task, end)(delay=1)
+        assert [progress for _, _, progress, _ in shown(queue)] == [""]
+        with pytest.raises(ReceiptExpiredError):
+            task.progress("43 %")
+    bench.advance(1)
+    queue.get()
+    assert shown(queue) == [("a", "leased", "", 1 if end == "release" else 2)]
+
+
+@pytest.mark.parametrize("text", ["x" * 201, "two\nlines", "\x1b[2J", b"42", 42, None])
+def test_progress_that_no_screen_should_show_is_refused(bench: Bench, text: Any) -> None:
+    queue = bench.queue()
+    queue.put("a")
+    with pytest.raises(ConfigError, match="progress is a text of at most 200 printable characters"):
+        queue.get().progress(text)
+
+
+@popsupport.BOTH
+def test_released_item_is_delayed_until_it_returns(bench: Bench, ordered: bool) -> None:
+    queue = bench.queue(ordered=ordered)
+    queue.put("a")
+    task = queue.get()
+    task.release(delay=5)
+    assert shown(queue) == [("a", "delayed", "", 1)]
+    assert {state: count for state, count in queue.counts().items() if count} == {"delayed": 1}
+    assert [len(list(queue.items(state))) for state in ("delayed", "retry", "leased")] == [1, 0, 0]
+    bench.advance(5)
+    assert shown(queue) == [("a", "ready", "", 1)]
+    queue.get().release(delay=5)
+    assert [queue.purge(state) for state in ("leased", "retry", "delayed")] == [0, 0, 1]
+    bench.advance(5)
+    assert taken(queue) == []
 
 
 # -- against a model ---------------------------------------------------------------------------------------------------

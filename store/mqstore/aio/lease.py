@@ -1,9 +1,9 @@
 """Tasks, deliveries and dead letters with coroutines.
 
     ack, clean end of a block    on the loop, if no lock and no disk has to be waited for; else on the store's thread
-    nack, extend, reject,        on the store's thread
-    release, end of a block
-    that failed
+    nack, extend, progress,      on the store's thread
+    reject, release, end of a
+    block that failed
 
 No verb can be cancelled half way. A caller that is cancelled meanwhile gets CancelledError when the verb has ended.
 """
@@ -38,6 +38,7 @@ class Lease(AsyncBase[L]):
     extend = called(delivery.Lease.extend, to_its_end)
     reject = called(delivery.Lease.reject, to_its_end)
     release = called(delivery.Lease.release, to_its_end)
+    progress = called(delivery.Lease.progress, to_its_end)
 
     async def ack(self) -> None:
         """Acknowledge as the `ack` of the synchronous class. If cancelled, that is raised when it has ended."""

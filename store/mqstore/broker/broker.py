@@ -492,10 +492,19 @@ class Broker(Closing, Sending, BrokerContract):
         return self._pop.change_invisible(group, topic, receipt, milliseconds(invisible, "invisible"), durability)
 
     def renew(
-        self, group: str, topic: str, receipt: str, invisible: Duration, *, durability: Durability | None = None
+        self,
+        group: str,
+        topic: str,
+        receipt: str,
+        invisible: Duration,
+        *,
+        progress: str | None = None,
+        durability: Durability | None = None,
     ) -> str:
         invisible_ms = milliseconds(invisible, "invisible")
-        return self._pop.change_invisible(group, topic, receipt, invisible_ms, durability, renew=True)
+        return self._pop.change_invisible(
+            group, topic, receipt, invisible_ms, durability, renew=True, progress=progress
+        )
 
     def nack(
         self,

@@ -8,6 +8,7 @@
     reject(reason)       Reject(reason), not re-raised    a dead letter
     release(delay)       Ctrl-C, SystemExit, re-raised    redelivered after `delay`, as if nobody had received it
     extend(visibility)                                    leased for that time from now
+    progress(text)                                        leased for the consumer's time from now
     none                                                  redelivered when the lease expires
 
 The first verb settles a message. To repeat it does nothing, and another one raises ReceiptExpiredError. Within a
@@ -84,6 +85,7 @@ def as_sent(message: Message, group: str) -> Message:
 
 _LONGEST_S = 12 * 3600
 """Longest lease, and longest delay before a failed message is redelivered."""
+_PROGRESS_MAX = 200
 
 Verb = Literal["ack", "nack", "reject", "release"]
 
@@ -98,6 +100,8 @@ class LeaseContext:
     """Its owner closes it."""
     told: Callable[[Any, Settled], None] | None = None
     """Function to call for each lease that was settled."""
+    visibility_s: float = 60
+    """Time by which `progress` extends a lease."""
 
 
 class Lease:
@@ -187,12 +191,23 @@ class Lease:
     def extend(self, visibility: Duration) -> None:
         """Make the lease end `visibility` seconds from now, at most 12 h, sooner or later than before.
         Raises ReceiptExpiredError as `ack` does and after settling, and ConfigError for bad seconds."""
+        self._renew(_bounded("visibility", visibility))
+
+    def progress(self, text: str) -> None:
+        """Extend the lease by the visibility of its queue or consumer, and have `Queue.peek` show a text meanwhile.
+        The text has at most 200 printable characters. It is kept in memory, and lost with the lease or the process of
+        the store. Raises the errors of `extend`, and ConfigError for another text."""
+        if type(text) is not str or len(text) > _PROGRESS_MAX or not text.isprintable():
+            raise ConfigError(f"progress is a text of at most {_PROGRESS_MAX} printable characters, not {text!r:.80}")
+        self._renew(self._context.visibility_s, text)
+
+    def _renew(self, visibility_s: float, progress: str | None = None) -> None:
         if self._verb is not None:
             self._refuse()
         context, delivery = self._context, self._delivery
-        expires_at = context.broker.clock.monotonic_ms() / 1000 + _bounded("visibility", visibility)
+        expires_at = context.broker.clock.monotonic_ms() / 1000 + visibility_s
         # Renew without a new receipt, so that a simultaneous `ack` of another thread counts.
-        context.broker.renew(context.group, delivery.topic, delivery.receipt, visibility)
+        context.broker.renew(context.group, delivery.topic, delivery.receipt, visibility_s, progress=progress)
         self._expires_at = expires_at
 
     def reject(self, reason: str = "") -> None:

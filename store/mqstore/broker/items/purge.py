@@ -54,8 +54,7 @@ class Purging(Items):
 
         with self._pops.moving:
             count = self._timers.cancel_all(self._waiting_names(group, topic, state), begin)
-            if state != "delayed":
-                count += sum(self._purge(key, end, state) for key, end in ends.items())
+            count += sum(self._purge(key, end, state) for key, end in ends.items())
         if self._parts.store.durability == "flush":
             self._parts.store.flush()
         return count

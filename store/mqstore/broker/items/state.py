@@ -225,10 +225,13 @@ class Items:
     # -- sources -----------------------------------------------------------------------------------------------------
 
     def _keys(self, group: str, topic: str) -> list[QueueKey]:
-        """Return the queues of the topic and its retry topics in which the group has started, retries first."""
+        """Return the queues of the topic and its retry topics in which the group has started, retries first.
+        Queues of priorities are sorted, the highest first."""
         topics, offsets, known = self._tables.topics, self._tables.offsets, self._pops.states
         configs = [*map(topics.get, sorted(retry_topics(group, topic))), topics.require(topic)]
         keys = [QueueKey(group, config.name, i) for config in configs if config for i in range(config.read_queues)]
+        if topics.require(topic).by_priority:
+            keys.sort(key=lambda key: -key.queue_id)
         return [key for key in keys if key in known or offsets.committed(key) is not None]
 
     def _sources(

@@ -87,6 +87,8 @@ class OrderedQueues:
         # Back to the first message, because redelivery reads the queue again from here.
         state.cursor = offsets[0]
         tables.put_order(state, record)
+        for message in messages if state.notes else ():
+            state.notes.pop(message.offset, None)  # of an earlier delivery
         state.pops += 1
         state.popped += len(messages)
         state.popped_bytes += stored_bytes(messages)

@@ -37,7 +37,7 @@ from mqstore.broker.pop.batch import SAME_MOMENT_MS
 from mqstore.broker.pop.compaction import PopKeeper
 from mqstore.broker.pop.log import ACK, GIVE
 from mqstore.broker.pop.ordered import OrderedQueues
-from mqstore.broker.pop.orderinfo import check_order_info
+from mqstore.broker.pop.orderinfo import ERROR_CHARS, check_order_info
 from mqstore.broker.pop.receipts import Claim, claim_of, expired
 from mqstore.broker.pop.replay import Replay, count_begun
 from mqstore.broker.pop.request import Delivery, Pending, PopRequest
@@ -314,13 +314,18 @@ class PopService(BackgroundService):
         durability: Durability | None = None,
         *,
         renew: bool = False,
+        progress: str | None = None,
     ) -> str:
         """Make a delivery visible in `invisible_ms` (0 to 12 h) from now. Return its new receipt.
-        `renew`: the old receipt stays valid. Raises the errors of `ack`, and ConfigError for the time."""
+        `renew`: the old receipt stays valid. `progress` is kept in memory, for `Broker.items`. Raises the errors of
+        `ack`, and ConfigError for the time."""
         with self._durably(durability):
             _check_delay(invisible_ms)
             with self._held(group, topic, receipt) as (queues, state, claim):
-                return queues.change(state, claim, invisible_ms, renew=renew)
+                changed = queues.change(state, claim, invisible_ms, renew=renew)
+                if progress is not None:
+                    state.note(claim.offset, progress[:ERROR_CHARS])
+                return changed
 
     def nack(
         self,

@@ -26,6 +26,7 @@ DIFFERENCES: Final[dict[str, Difference]] = {
     ),
     "release": Difference("after its delay, the attempt does not count", "a second later, and the attempt counts"),
     "priority=": Difference("the highest first", "NotSupportedError; use a queue for each, and mqstore.get_any"),
+    "progress": Difference("extends the lease, and is shown by `peek`", "extends the lease"),
     "nack": Difference("counted by the store", "delay and last attempt are computed here, from the group's policy"),
     "reject, last attempt": Difference(
         "one step", "a copy to the dead letters, then the ack: two dead letters if the process ends in between"

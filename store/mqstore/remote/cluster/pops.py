@@ -225,7 +225,8 @@ class Pops(Reads):
     def _acknowledge(self, group: str, topic: str, newest: Sequence[str]) -> None:
         self._links.call_many([(each.split(" ")[5], ACK_MESSAGE, self._fields(group, topic, each)) for each in newest])
 
-    def renew(self, group: str, topic: str, receipt: str, invisible: Duration, *, durability: object = None) -> str:
+    def renew(self, group: str, topic: str, receipt: str, invisible: Duration, **asked: object) -> str:
+        """Extend a delivery (`BrokerContract.renew`). `asked` is some of progress and durability, without effect."""
         lease = self._leases.setdefault(receipt, self._lease(receipt))
         ends_ms = self.clock.monotonic_ms() + (invisible_ms := milliseconds(invisible, "invisible"))
         lease.receipt, lease.ends_ms = self._change(group, topic, receipt, invisible_ms), ends_ms
