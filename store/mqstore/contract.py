@@ -285,7 +285,7 @@ class ItemCalls(Protocol):
     def counts(self, group: str, topic: str) -> dict[State, int]:
         """Return the number of items by state. Raises TopicNotFoundError."""
 
-    def purge(self, group: str, topic: str, state: State | None = None, *, dry_run: bool = False) -> int:
+    def purge(self, group: str, topic: str, state: State | None = None) -> int:
         """Remove the items in one state, or all but dead letters, that were put before. Return their number.
         Raises the errors of `Purging.purge`."""
 

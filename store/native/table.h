@@ -83,4 +83,5 @@
 /* mqstore.broker.pop.state */
 #define MAX_BATCH 32
 #define COMPACT_FROM 1024
+#define NOTES_KEPT 65536
 #define REVIVED_KEPT 65536

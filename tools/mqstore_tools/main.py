@@ -37,6 +37,7 @@ COMMANDS = (
     "trace",
     "delay",
     "dlq",
+    "queue",
     "spark",
     "serve",
     "bench",

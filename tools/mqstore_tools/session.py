@@ -166,7 +166,8 @@ class DefaultGroup(click.Group):
         names = self.list_commands(ctx)
         if args and args[0] not in names and args[0] not in ctx.help_option_names:
             # A first word that is not a path, with a second one after it, is a misspelt command, not a missing store.
-            if len(args) > 1 and not os.path.exists(args[0]) and not args[0].startswith("-") and args[1][:1] != "-":
+            missing = not os.path.exists(args[0]) and not is_address(Path(args[0])) and os.sep not in args[0]
+            if len(args) > 1 and missing and not args[0].startswith("-") and args[1][:1] != "-":
                 ctx.fail(f"No such command {args[0]!r}.")
             args = [names[0], *args]
         return super().parse_args(ctx, args)

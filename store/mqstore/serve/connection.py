@@ -89,6 +89,8 @@ class Connection(asyncio.Protocol):
         """True for the Unix socket, which only processes of our user and root can use."""
         self.was_refused = False
         """True once a request was not signed, or its user had not the right."""
+        self.own_client = ""
+        """Name of a client of mqstore."""
         self.client_ids: set[str] = set()
         """Clients that have sent a heartbeat on it."""
         self.asked: dict[int, Callable[[Frame], object]] = {}
@@ -105,6 +107,11 @@ class Connection(asyncio.Protocol):
         return cast("socket.socket", self._transport.get_extra_info("socket")).fileno()
 
     # -- the protocol of asyncio ------------------------------------------------------------------------------------
+
+    @property
+    def holder(self) -> str:
+        """Name of its client, for people: the client's own, or its address."""
+        return self.own_client or min(self.client_ids, default=self.peer)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)

@@ -265,6 +265,7 @@ class Own:
             if connection is not here:
                 connection.abort("its client has connected again")
         self._sessions[here] = _Session(here, client, version[:100])
+        here.own_client = client
         broker = self._broker
         store_id, now_ms = broker.store.manifest.store_id, broker.clock.now_ms()
         self._reply(call, spec, Welcome(PROTOCOL, broker.name, store_id, broker.limits, broker.durability, now_ms))
@@ -362,6 +363,7 @@ class Own:
     def _pop_until(self, call: Call, spec: Spec, given: Given, until_ms: int) -> None:
         def then(found: Any) -> None:
             left_ms = until_ms - self._server.now_ms()
+            self._broker.items.note_holder(given["group"], found, call.connection.holder)
             if found or left_ms <= 0 or not self._server.may_park(call.connection):
                 self._reply(call, spec, found)
                 return

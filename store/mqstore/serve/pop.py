@@ -73,6 +73,7 @@ def _look(server: Server, call: Call, deadline_ms: int) -> None:
         durability="append",
     )
     if found:
+        server.broker.items.note_holder(values["consumerGroup"], found, call.connection.holder)
         _deliver(server, call, found)
     elif (left_ms := deadline_ms - server.now_ms()) <= 0:
         _nothing(server, call, POLLING_NOT_FOUND)

@@ -87,6 +87,7 @@ class Short:
 
     def _pop(self, call: Call, spec: Spec, fields: Fields) -> None:
         def answer(found: Any) -> None:
+            self._broker.items.note_holder(fields.get("group", ""), found, call.connection.holder)
             if (short := deliveries_answer(found)) is None:
                 call.reply(body=spec.answer(found))
             else:

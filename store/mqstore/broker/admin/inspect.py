@@ -35,6 +35,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple, cast
 
+import numpy.typing as npt
+
 from mqstore.broker.admin.metrics import WaitingRetries, measure
 from mqstore.broker.context import Parts, Tables, messages_of, open_tables
 from mqstore.broker.delay.levels import deliver_time_ms, overdue_ms
@@ -49,7 +51,7 @@ from mqstore.broker.delay.route import (
     slot_of,
 )
 from mqstore.broker.delay.timercheck import JavaProgress, Progress, TimerCheck
-from mqstore.broker.delay.timerfiles import TimerFilesDamaged, TimerLog
+from mqstore.broker.delay.timerfiles import CANCELS, TimerFilesDamaged, TimerLog
 from mqstore.broker.delay.timerunits import due_times, units_from, waiting_units
 from mqstore.broker.names import (
     DLQ_PREFIX,
@@ -163,6 +165,10 @@ class TimerView:
     """Physical offset of the oldest record among them."""
     topics: Counter[int] = field(default_factory=Counter)
     """Number of messages by the hash of the topic that they wait for."""
+    cancels: Counter[int] = field(default_factory=Counter)
+    """Number of cancellations by the hash of the topic."""
+    records: list[tuple[npt.ArrayLike, npt.ArrayLike]] = field(default_factory=list)
+    """(hashes of topics, physical offsets) of the messages, in the order of the offsets."""
 
     def add(self, count: int, due_ms: int, physical_offset: int) -> None:
         self.waiting += count
@@ -191,10 +197,13 @@ def timer_view(tables: Tables) -> TimerView:
     begin = found.queue_offset if placed is not None and found is not None else 0
     view = placed or TimerView()
     for message in messages_of(store, TIMER_TOPIC, max(begin, bounds[0]), bounds[1]):
-        due_ms = _placed_until(message)
-        if due_ms is not None and not (message.offset < done_until and slot_of(due_ms) < done_ms):
+        due_ms, topic_hash = _placed_until(message), java_hash(message._stored_property(REAL_TOPIC) or "")
+        if due_ms is None:
+            view.cancels[topic_hash] += TIMER_DEL_UNIQKEY in message.stored_properties()
+        elif not (message.offset < done_until and slot_of(due_ms) < done_ms):
             view.add(1, due_ms, message.physical_offset)
-            view.topics[java_hash(message._stored_property(REAL_TOPIC) or "")] += 1
+            view.topics[topic_hash] += 1
+            view.records.append(([topic_hash], [message.physical_offset]))
     return view
 
 
@@ -221,7 +230,9 @@ def _placed(tables: Tables, progress: Progress) -> TimerView | None:
     try:
         log.load(progress.log_low, progress.log_end)
         _, units = units_from(log, progress.log_low, progress.read_ms)
+        view.cancels.update(units["topic_hash"][units["magic"] & CANCELS != 0].tolist())
         units = units[waiting_units(units, progress)[0]]
+        view.records.append((units["topic_hash"], units["physical_offset"]))
         if len(units):
             view.add(len(units), int(due_times(units).min()), int(units["physical_offset"].min()))
             view.topics.update(units["topic_hash"].tolist())
@@ -293,14 +304,19 @@ class PopView:
         return sum(each.messages for each in self.in_flight if each[:3] == key)
 
 
+def looked_pops(tables: Tables) -> PopTables:
+    """Return the tables of pop as the next opening will find them. Raises the errors of `pop_view`."""
+    found = PopTables(_as_parts(tables), _nothing, _NOBODY_WAITS, Reads(tables), _no_letter)
+    found.orders.load(ConfigFile(tables.store, "consumerOrderInfo.json", check_order_info).load() or {})
+    Replay(found).look()
+    return found
+
+
 def pop_view(tables: Tables, now_ms: int) -> PopView:
     """Return the messages in flight and the standing of queues, as the next opening will find them.
     Messages held by receivers in the broker's own process still count. Deliveries of a Java broker count only after
     mqstore has taken them over. Raises CorruptStoreError if `consumerOrderInfo.json` and its backup are damaged."""
-    parts = _as_parts(tables)
-    pop_tables = PopTables(parts, _nothing, _NOBODY_WAITS, Reads(tables), _no_letter)
-    pop_tables.orders.load(ConfigFile(tables.store, "consumerOrderInfo.json", check_order_info).load() or {})
-    Replay(pop_tables).look()
+    pop_tables = looked_pops(tables)
     timer = cache(lambda: timer_view(tables).topics)
     levels = cache(lambda: {view.level: (view.offset, view.end) for view in delay_levels(tables)})
     retries = WaitingRetries(tables.store, levels, lambda topic: timer()[java_hash(topic)])

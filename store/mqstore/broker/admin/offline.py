@@ -29,6 +29,9 @@ from mqstore.broker.admin.inspect import (
 )
 from mqstore.broker.context import Parts, delete_group, open_parts, open_tables
 from mqstore.broker.delay.timer import TimerService
+from mqstore.broker.items.files import items_of, waiting_of
+from mqstore.broker.items.purge import Purging
+from mqstore.broker.items.state import Items
 from mqstore.broker.pop.orderinfo import BlockedQueue
 from mqstore.broker.pop.service import PopService
 from mqstore.broker.reading import Reads, Start
@@ -115,6 +118,16 @@ class Offline:
                 f"{self.tables.store.path} has no group {group!r}: no dead letters, no settings, no committed offsets"
             )
         return letters
+
+    @cached_property
+    def items(self) -> Items:
+        """Items of queues by state (`ItemCalls`). Of a store that is only read, `purge` raises ReadOnlyStoreError."""
+        if self._parts is None:
+            return items_of(self.tables)
+        timer = TimerService(self._parts, _nothing)
+        self._saving.callback(timer.close)
+        self._saving.callback(timer.persist)
+        return Purging(self._parts, self._pop.tables, timer, *waiting_of(self._parts, timer.waiting_for))
 
     # -- changing ---------------------------------------------------------------------------------------------------
 

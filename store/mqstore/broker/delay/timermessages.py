@@ -45,6 +45,7 @@ from mqstore.layout.properties import (
     TIMER_ROLL_TIMES,
     UNIQ_KEY,
 )
+from mqstore.log.manifest import Manifest
 from mqstore.log.message import Message
 
 _log = logging.getLogger("mqstore")
@@ -54,14 +55,18 @@ _DELIVERED_WITHOUT: Final = TIMER_NAMES | {REAL_TOPIC, REAL_QID} | _ROLLED_WITHO
 _DELIVERED_BY_LEVEL_WITHOUT: Final = LEVEL_MARKS | _ROLLED_WITHOUT
 
 
+def cancellations(manifest: Manifest) -> int:
+    """Return the number of messages that cancel one.
+    In a profile that RocketMQ knows it has a second name, for a broker of 5.4 that may open the store later."""
+    return 2 if manifest.profile == "rocketmq" else 1
+
+
 class TimerMessages:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._store = parts.store
         self._retries = Retries(parts)
-        # Two names, for a RocketMQ 5.4 broker that may open the store later.
-        self.cancellations: Final = 2 if parts.store.manifest.profile == "rocketmq" else 1
-        """Number of messages that `cancel` puts."""
+        self.cancellations: Final = cancellations(parts.store.manifest)
 
     def finish(self, unit: TimerUnit, cancelled: Cancellations, now_ms: int) -> bool:
         """Handle the message of a unit. Return True if it was cancelled."""

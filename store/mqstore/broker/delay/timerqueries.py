@@ -17,6 +17,7 @@ from mqstore.broker.service import Roller
 from mqstore.layout.javahash import java_hash
 from mqstore.layout.properties import REAL_TOPIC, TIMER_DEL_UNIQKEY, TIMER_DELAY_LEVEL, TIMER_OUT_MS, UNIQ_KEY
 from mqstore.log.message import Message
+from mqstore.log.reading.reader import StoreReader
 from mqstore.log.store import MessageStore
 from mqstore.signalsafe import Lock
 
@@ -46,7 +47,7 @@ class TimerQueries(Roller):
     def waiting_for(self, topic: str) -> int:
         """Return the number of messages that wait for a topic. A cancelled one does not count.
         For a second or less after opening, one that is due then may be missing."""
-        kinds = [TIMER_DEL_UNIQKEY in each.stored_properties() for each in self._new() if _waits_for(each, {topic})]
+        kinds = [TIMER_DEL_UNIQKEY in each.stored_properties() for each in self._new() if waits_for(each, {topic})]
         topic_hash, units = java_hash(topic), self._units
         cancels = (units.cancels[topic_hash] + sum(kinds)) // self._messages.cancellations
         return max(0, units.waiting[topic_hash] + kinds.count(False) - cancels)
@@ -64,7 +65,7 @@ class TimerQueries(Roller):
             for looked, message in enumerate(self._waiting(topics, begin)):
                 if looked == count:
                     return found, message.physical_offset
-                if not self._is_cancelled(message):
+                if not is_cancelled(self._store, message):
                     found.append(message)
         return found, None
 
@@ -74,11 +75,11 @@ class TimerQueries(Roller):
         for position, physical in self._units.of_topics(hashes, begin, self._read_ms) if self._begun else ():
             if self._unit_waits(position, self._log.unit(position)):
                 with suppress(LookupError):  # it is lost, which its delivery reports
-                    if _waits_for(message := self._store.at(physical), topics):
+                    if waits_for(message := self._store.at(physical), topics):
                         yield message
         for message in self._new():
             cancels = TIMER_DEL_UNIQKEY in message.stored_properties()
-            if message.physical_offset >= begin and not cancels and _waits_for(message, topics):
+            if message.physical_offset >= begin and not cancels and waits_for(message, topics):
                 yield message
 
     def waits(self, message: Message) -> bool:
@@ -87,13 +88,8 @@ class TimerQueries(Roller):
             return (
                 TIMER_DEL_UNIQKEY not in message.stored_properties()
                 and self._waits(message)
-                and not self._is_cancelled(message)
+                and not is_cancelled(self._store, message)
             )
-
-    def _is_cancelled(self, message: Message) -> bool:
-        if TIMER_DELAY_LEVEL in message.stored_properties():
-            return False  # it cannot be cancelled
-        return Cancellations(copies_of(self._store, _handle(message))).cover(message)
 
     def cancel_all(self, topics: Collection[str], begin: Callable[[], int]) -> int:
         """Cancel the messages that wait for one of `topics`, overdue ones included. Return their number.
@@ -103,7 +99,7 @@ class TimerQueries(Roller):
             stop, count = begin(), 0
             for message in self._waiting(topics, 0) if topics else ():
                 by_level = TIMER_DELAY_LEVEL in message.stored_properties()
-                if message.physical_offset < stop and not by_level and not self._is_cancelled(message):
+                if message.physical_offset < stop and not by_level and not is_cancelled(self._store, message):
                     self._messages.cancel(_handle(message), message.born_timestamp_ms)
                     count += 1
             return count
@@ -159,8 +155,15 @@ class TimerQueries(Roller):
         return reading.waits(position, unit)
 
 
-def _waits_for(message: Message, topics: Collection[str]) -> bool:
+def waits_for(message: Message, topics: Collection[str]) -> bool:
+    """Return True if a message of the timer topic is for one of `topics`."""
     return message._stored_property(REAL_TOPIC) in topics
+
+
+def is_cancelled(store: StoreReader, message: Message) -> bool:
+    """Return True if a waiting message of the timer topic was cancelled. One of a delay level cannot be."""
+    by_level = TIMER_DELAY_LEVEL in message.stored_properties()
+    return not by_level and Cancellations(copies_of(store, _handle(message))).cover(message)
 
 
 def _handle(message: Message) -> RecallHandle:

@@ -10,6 +10,7 @@ Nothing moves from one place to another meanwhile: the timer and `PopTables.movi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from mqstore.broker.context import Parts
@@ -19,6 +20,7 @@ from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.log import ACK
 from mqstore.broker.pop.ordered import OrderedQueues
 from mqstore.broker.pop.receipts import Claim
+from mqstore.broker.pop.request import Delivery
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.pop.unordered import UnorderedQueues
 from mqstore.broker.redelivery.dead_letters import DeadLetters
@@ -33,7 +35,15 @@ class Purging(Items):
         self._parts, self._timers = parts, timer
         self._ways = UnorderedQueues(pops), OrderedQueues(pops)
 
-    def purge(self, group: str, topic: str, state: State | None = None, *, dry_run: bool = False) -> int:
+    def note_holder(self, group: str, found: Iterable[Delivery], holder: str) -> None:
+        """Note which client of a server has received some deliveries."""
+        for each in found:
+            state = self._pops.states.get(QueueKey(group, each.message.topic, each.message.queue_id))
+            if state is not None:
+                with state.lock:
+                    state.note_holder(each.message.offset, holder)
+
+    def purge(self, group: str, topic: str, state: State | None = None) -> int:
         """Remove the items in one state, or all but dead letters. Return their number. It is as durable as a put.
 
         Items that are put after the call stay. A purged lease ends: its acknowledgement is harmless, and its other
@@ -41,9 +51,6 @@ class Purging(Items):
         ConfigError for another state, and for "ready" in a queue that is popped in order while an earlier item is not
         settled. Raises TopicNotFoundError, and the errors of a put."""
         check_state(state)
-        if dry_run:
-            counts = self.counts(group, topic)
-            return counts[state] if state is not None else sum(counts.values()) - counts["dead"]
         if state == "dead":
             return DeadLetters(self._parts, group).purge()
         ends: dict[QueueKey, int] = {}

@@ -25,7 +25,8 @@ from mqstore.broker.pop.orderinfo import OrderInfo
 from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.redelivery.dead_letters import DeadLetters
-from mqstore.errors import ConfigError
+from mqstore.errors import ConfigError, ReadOnlyStoreError
+from mqstore.files.lock import refusal_to_reader
 from mqstore.layout.properties import DLQ_REASON, REAL_TOPIC
 from mqstore.log.message import Message
 
@@ -33,6 +34,8 @@ State = Literal["ready", "leased", "retry", "delayed", "dead"]
 STATES: Final[tuple[State, ...]] = ("ready", "leased", "retry", "delayed", "dead")
 Place = tuple[str, int, int]
 """Topic, queue id, and the offset where a page begins. In the timer's topic it is a physical offset."""
+Levels = Callable[[], Mapping[int, tuple[int, int]]]
+"""Function that returns (next offset, queue end) by delay level."""
 PAGE: Final = 256
 """Maximum number of messages that a page examines."""
 _PAGE_BYTES: Final = 4 << 20
@@ -155,12 +158,11 @@ class Items:
         tables: Tables,
         pops: PopTables,
         timer: Timer,
-        levels: Callable[[], Mapping[int, tuple[int, int]]],
+        levels: Levels,
         waiting: Callable[[str], int],
         owner: str = "",
     ) -> None:
-        """`levels` returns (next offset, queue end) by delay level, `waiting` the number of messages that wait for a
-        topic. `owner` names the process of the broker."""
+        """`waiting` returns the number of messages that wait for a topic. `owner` is the broker's process."""
         self._tables, self._pops, self._timer, self._levels, self._waiting = tables, pops, timer, levels, waiting
         self._owner = owner
 
@@ -221,6 +223,10 @@ class Items:
             found["delayed"] += self._waiting(topic)
             found["dead"] = len(DeadLetters(self._tables, group))
         return found
+
+    def purge(self, group: str, topic: str, state: State | None = None) -> int:
+        """See `Purging`. Raises ReadOnlyStoreError."""
+        raise ReadOnlyStoreError(refusal_to_reader(self._tables.store.path, self._tables.fs))
 
     # -- sources -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,146 @@
+"""`mqstore queue`: show and purge the items of a queue."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mqstore.admin import look, offline, queue_topic
+from mqstore.errors import FormatError
+from mqstore_tools.render import body_bytes_option, body_text, export_row, safe, show_tables, when
+from mqstore_tools.session import (
+    DefaultGroup,
+    ask,
+    connected,
+    dry_run_option,
+    print_done,
+    target_argument,
+    yes_option,
+)
+from mqstore_tools.shared import json_option
+
+_state_option = click.option(
+    "--state",
+    type=click.Choice(["ready", "leased", "retry", "delayed", "dead"]),
+    help="Only items in this state.",
+)
+_name_argument = click.argument("name", metavar="NAME")
+
+
+@click.group(
+    cls=DefaultGroup,
+    short_help="Show and purge the items of a queue.",
+    epilog="""\b
+Examples:
+  mqstore queue var/mq downloads              # the same as: mqstore queue show var/mq downloads
+  mqstore queue var/mq downloads --state retry
+  mqstore queue purge var/mq downloads --dry-run""",
+)
+def queue() -> None:
+    """Show the items of a queue by state, or remove some.
+
+    `show` only reads, and works while a program has the store open. `purge` takes the writer's lock, or lets the server
+    do it that has the store open. See `mqstore queue COMMAND --help`.
+    """
+
+
+@contextmanager
+def _items(target: Path, opening: Callable[[Path], AbstractContextManager[Any]] = look) -> Iterator[Any]:
+    """Yield the items of a server's store, or of a directory that no server has."""
+    if (store := connected(target)) is not None:
+        with store:
+            yield store.broker.items
+    else:
+        with opening(target) as opened:
+            yield opened.items
+
+
+def _row(item: Any) -> dict[str, Any]:
+    try:
+        message = export_row(item.message)
+    except (FormatError, ImportError):  # it cannot be decompressed
+        message = export_row(item.message, raw_body=True)
+    return {**item._asdict(), "id": item.message.unique_key, "message": message}
+
+
+def _cells(row: dict[str, Any], body_bytes: int) -> tuple[object, ...]:
+    who = row["holder"] or row["reason"] or "-", row["progress"] or "-"
+    body = body_text(base64.b64decode(row["message"]["body"]), body_bytes)
+    return row["state"], row["attempt"], when(row["until_ms"]), *who, row["id"], body
+
+
+@queue.command(
+    short_help="Show the items of a queue by state. Changes nothing.",
+    epilog="""\b
+Examples:
+  mqstore queue show var/mq downloads
+  mqstore queue show localhost:9876 downloads --state leased
+  mqstore queue show var/mq downloads --json | jq .counts.ready""",
+)
+@target_argument
+@_name_argument
+@_state_option
+@click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="Maximum number of items to show.")
+@body_bytes_option
+@json_option
+def show(target: Path, name: str, state: str | None, limit: int, body_bytes: int, json_output: bool) -> None:
+    """Show the queue NAME in the store in DIR: the number of items by state, and the first items.
+
+    Items that were delivered come first, then ready ones in order, delayed ones and dead letters. If a server has the
+    store open, it answers. Otherwise the figures are those on disk: a program that has the store open is some seconds
+    ahead, and the holders of leases are not known.
+    """
+    topic, items, after = queue_topic(name), list[Any](), None
+    with _items(target) as found:
+        counts = found.counts(topic, topic)
+        while len(items) < limit:
+            page, after = found.page(topic, topic, state, after, min(limit, 256))
+            items += page[: limit - len(items)]
+            if after is None:
+                break
+        rows = [_row(item) for item in items]
+    cells = [_cells(row, body_bytes) for row in rows]
+    columns = ("state", "attempt>", "until", "holder or reason", "progress", "id", "body")
+    title = ", ".join(f"{count} {each}" for each, count in counts.items() if count) or "no items"
+    value = {"name": name, "topic": topic, "counts": counts, "items": rows}
+    show_tables(value, (safe(f"{name}: {title}"), columns, cells), json_output=json_output)
+
+
+@queue.command(
+    short_help="Remove the items of a queue.",
+    epilog="""\b
+Examples:
+  mqstore queue purge var/mq downloads --dry-run
+  mqstore queue purge var/mq downloads --state delayed --yes
+  mqstore queue purge var/mq downloads        # all but dead letters, after a prompt""",
+)
+@target_argument
+@_name_argument
+@_state_option
+@dry_run_option
+@yes_option
+@json_option
+def purge(target: Path, name: str, state: str | None, dry_run: bool, yes: bool, json_output: bool) -> None:
+    """Remove the items of the queue NAME in the store in DIR: those in one state, or all but dead letters. Asks first.
+
+    Leased items are removed, too: a worker that has one can finish, and it is not redelivered if that fails.
+    """
+    topic = queue_topic(name)
+    what = f"{state or ''} items of {name}".strip()
+    with _items(target, partial(look, alone=True)) as found:
+        counts = found.counts(topic, topic)
+    count = sum(counts.values()) - counts["dead"] if state is None else counts[state]
+    row = {"dry_run": dry_run, "name": name, "state": state, "count": count}
+    if dry_run or not count:
+        print_done(row, f"would purge {count} {what}" if count else f"no {what} to purge", json_output=json_output)
+        return
+    ask(safe(f"Purge {count} {what}?"), yes=yes)
+    with _items(target, offline) as found:
+        row["count"] = found.purge(topic, topic, state)
+    print_done(row, f"purged {row['count']} {what}", json_output=json_output)
