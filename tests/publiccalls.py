@@ -286,6 +286,7 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "DeadLetters.replay": lambda x: x.dead.replay(dry_run=True),
     "DeadLetters.select": lambda x: list(x.dead.select()),
     "Queue.ack": lambda x: x.queue.ack(x.tasks[0]),
+    "Queue.cancel": lambda x: x.queue.cancel("none"),
     "Queue.counts": lambda x: x.queue.counts(),
     "Queue.dead_letters": lambda x: x.queue.dead_letters,
     "Queue.empty": lambda x: x.queue.empty(),

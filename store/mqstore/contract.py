@@ -282,6 +282,25 @@ class ItemCalls(Protocol):
     ) -> ItemPage:
         """Return some items, in one state or all. `after` is that of the page before. Raises TopicNotFoundError."""
 
+    def by_key(self, group: str, topic: str, key: str) -> list[Item]:
+        """Return the items with this key that are not done, also dead ones. Raises TopicNotFoundError."""
+
+    def put(
+        self,
+        group: str,
+        topic: str,
+        body: Body,
+        unique: str,
+        *,
+        unique_for: Duration | None = None,
+        queue_id: int = 0,
+        **options: Unpack[SendOptions],
+    ) -> SendReceipt:
+        """Put an item with a name unless there is one, and return the receipt of either (`NamedItems.put`)."""
+
+    def cancel(self, group: str, topic: str, unique_key: str) -> bool:
+        """Settle an item that nobody holds. Return True if nobody will get it (`NamedItems.cancel`)."""
+
     def counts(self, group: str, topic: str) -> dict[State, int]:
         """Return the number of items by state. Raises TopicNotFoundError."""
 

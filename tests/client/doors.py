@@ -15,6 +15,7 @@ import pytest
 from mqstore.aio.loop_thread import LoopThread
 from mqstore.aio.store import Store as AsyncStore
 from mqstore.broker import opening
+from mqstore.remote.broker import RemoteBroker
 from tests.client.popsupport import Bench
 from tests.connecting import ConnectedBroker
 
@@ -81,6 +82,9 @@ class Doors(Bench):
     def crash(self) -> None:
         """Open the store as after the death of its process."""
         self.kill()
+        if self.door == "connect":
+            RemoteBroker.close(self.store.broker)  # type: ignore[arg-type]
+            self.store.broker.serving.close()  # type: ignore[attr-defined]
         self.open()
 
     def close(self) -> None:

@@ -61,6 +61,7 @@ class Queue(Closable[queue.Queue[T]], Generic[T]):
     qsize = called(queue.Queue.qsize)
     empty = called(queue.Queue.empty)
     full = called(queue.Queue.full)
+    cancel = called(queue.Queue.cancel)
     put_many = called(queue.Queue[T].put_many, in_order)
     shutdown = called(queue.Queue.shutdown, to_its_end)
     items = paged(queue.Queue[T].items)

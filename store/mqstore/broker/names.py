@@ -45,6 +45,7 @@ __all__ = [
     "queue_topic",
     "retry_topic",
     "retry_topics",
+    "unique_word",
 ]
 
 OP_TOPIC = "RMQ_SYS_TRANS_OP_HALF_TOPIC"
@@ -90,6 +91,8 @@ EXPIRES_MS: Final = "mqstore_expires_ms"
 """Property: wall-clock time from which a message is not delivered, unless it was before."""
 EXPIRY, DROP, DEAD_LETTER = "mqstore.expiry", "drop", "dead-letter"
 """Attribute of a topic with messages that may expire, and its values for expired ones."""
+_UNIQUE = "unique:"
+_NOT_IN_KEYS = re.compile(r"[%\s\x00-\x1f\x7f-\x9f]")
 
 
 class QueueKey(NamedTuple):
@@ -196,6 +199,18 @@ def check_group(group: object) -> str:
     if group == _NO_GROUP:
         raise ConfigError(f"group {group!r} means no group in RocketMQ; choose another name")
     return group
+
+
+def unique_word(name: object) -> str:
+    """Return the key of a message that has an item's unique `name`. A key has no spaces, so some letters are escaped.
+    Raises InvalidMessageError for a name that is not a str, or blank.
+
+    >>> unique_word("report-7"), unique_word("report 7")
+    ('unique:report-7', 'unique:report%20;7')
+    """
+    if not isinstance(name, str) or not name.strip():
+        raise InvalidMessageError(f"unique must be a str, and not blank, not {name!r:.80}", "unique")
+    return _UNIQUE + _NOT_IN_KEYS.sub(lambda found: f"%{ord(found[0]):x};", name)
 
 
 def queue_topic(name: object) -> str:

@@ -40,21 +40,30 @@ class ItemOptions(TypedDict, total=False):
     """Names and values that are not blank, for the receiver: `task.message.properties`."""
     expires: Duration | datetime | None
     """Seconds, or an aware time, until when the item must have been delivered for the first time, or it is dropped."""
+    unique: str | None
+    """Name of the item: while one of that name is not done, the put stores nothing and returns its receipt."""
+    unique_for: Duration | None
+    """Seconds for which the name counts instead, from the put of the item on, done or not."""
 
 
 _NAMES: Final = {"key": "keys"} | {name: name for name in ("delay", "tag", "properties")}
 """Option of an item -> option of a put."""
-BLOCKING: Final = frozenset({"expires", "priority"})
-"""Options whose put may wait for the disk whatever the durability."""
+BLOCKING: Final = frozenset({"expires", "priority", "unique", "unique_for"})
+"""Options whose put may wait for a lock, or for the disk whatever the durability."""
 
 
 def put_item(
     broker: BrokerContract, queue: str, body: bytes, given: ItemOptions, *, ordered: bool = False
 ) -> SendReceipt:
     """Put an encoded item. Raises the errors of `send_options`, `queue_of` and `put`."""
-    priority = given.get("priority")
+    priority, unique, unique_for = given.get("priority"), given.get("unique"), given.get("unique_for")
     options: SendOptions = {} if priority is not None and len(given) == 1 else send_options(broker, queue, given)
-    return broker.put(queue, body, queue_id=queue_of(broker, queue, priority, ordered=ordered), **options)
+    queue_id = queue_of(broker, queue, priority, ordered=ordered)
+    if unique is not None:
+        return broker.items.put(queue, queue, body, unique, unique_for=unique_for, queue_id=queue_id, **options)
+    if unique_for is not None:
+        raise InvalidMessageError("unique_for is for items with a name: give unique=, too", "unique_for")
+    return broker.put(queue, body, queue_id=queue_id, **options)
 
 
 def queue_of(broker: BrokerContract, topic: str, priority: int | None, *, ordered: bool = False) -> int:

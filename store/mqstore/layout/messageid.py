@@ -37,6 +37,11 @@ def encode_message_id(store_host: bytes, physical_offset: int) -> str:
         ) from error
 
 
+def is_message_id(text: str) -> bool:
+    """Return True for 32 or 56 hex digits."""
+    return _HEX.fullmatch(text) is not None
+
+
 def decode_message_id(text: str) -> tuple[str, int]:
     """Return (host as `ip:port` or `[v6]:port`, physical offset) of 32 or 56 hex digits of either case.
     Raises `FormatError` for any other text.
@@ -44,7 +49,7 @@ def decode_message_id(text: str) -> tuple[str, int]:
     >>> decode_message_id("c0a8010a00002a9f0000000000000400")
     ('192.168.1.10:10911', 1024)
     """
-    if not _HEX.fullmatch(text):
+    if not is_message_id(text):
         raise FormatError(f"a message id has 32 or 56 hex digits, not {text[:80]!r}", "message_id", 0)
     data = bytes.fromhex(text)
     host, offset = data[: -_OFFSET.size], data[-_OFFSET.size :]

@@ -276,6 +276,9 @@ _TABLE: Final = """
 31122 items.counts              repeat thread
 31123 items.purge                      thread
 31130 topics.expire             repeat thread
+31131 items.put                        thread
+31132 items.cancel                     thread
+31133 items.by_key              repeat thread
 31140 topics.for_priority       repeat thread
 """
 

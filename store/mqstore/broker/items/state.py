@@ -10,8 +10,8 @@ bounded number of messages, and none before the first that is not done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from heapq import nsmallest
 from itertools import chain, islice
@@ -20,13 +20,14 @@ from typing import Final, Literal, NamedTuple, Protocol
 from mqstore.broker.context import Tables, messages_of
 from mqstore.broker.delay.levels import deliver_time_ms
 from mqstore.broker.delay.route import due_of
-from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC, QueueKey, dlq_topic, retry_topics
+from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC, QueueKey, dlq_topic, is_retry_topic, retry_topics
 from mqstore.broker.pop.orderinfo import OrderInfo
 from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.redelivery.dead_letters import DeadLetters
 from mqstore.errors import ConfigError, ReadOnlyStoreError
 from mqstore.files.lock import refusal_to_reader
+from mqstore.layout.messageid import is_message_id
 from mqstore.layout.properties import DLQ_REASON, REAL_TOPIC
 from mqstore.log.message import Message
 
@@ -168,24 +169,49 @@ class Items:
 
     def find(self, group: str, topic: str, unique_key: str) -> Item | None:
         """Return the item with this unique key, or None if there is none or it is done. Raises TopicNotFoundError."""
-        store, names = self._tables.store, {topic, *retry_topics(group, topic)}
         with self._pops.moving:
-            # Where it waits comes first: it is put to its queue before it stops to wait.
-            for message in store.find(TIMER_TOPIC, unique_key=unique_key):
-                if message._stored_property(REAL_TOPIC) in names and self._timer.waits(message):
-                    return _delayed(message, topic, due_of(message.stored_properties()))
-            for message in store.find(SCHEDULE_TOPIC, unique_key=unique_key):
-                bounds = self._levels().get(message.queue_id + 1, (0, 0))
+            found = next(self._alive(group, topic, partial(self._copies, unique_key)), None)
+            letters = self._tables.store.find(dlq_topic(group), unique_key=unique_key)
+            return found or next(self._letters(group, letters), None)
+
+    def _alive(self, group: str, topic: str, messages: Callable[[QueueKey], Iterable[Message]]) -> Iterator[Item]:
+        """Yield the items among `messages` of each queue that are neither done nor dead. Call under `moving`."""
+        names = {topic, *retry_topics(group, topic)}
+        # Where it waits comes first: it is put to its queue before it stops to wait.
+        for message in messages(QueueKey(group, TIMER_TOPIC, 0)):
+            if message._stored_property(REAL_TOPIC) in names and self._timer.waits(message):
+                yield _delayed(message, topic, due_of(message.stored_properties()))
+        for level, bounds in self._levels().items():
+            for message in messages(QueueKey(group, SCHEDULE_TOPIC, level - 1)):
                 if message.offset in range(*bounds) and message._stored_property(REAL_TOPIC) in names:
-                    return self._of_level(topic, names, message.queue_id + 1, bounds, message.offset, 1)[0][0][1]
-            for key in self._keys(group, topic):
-                for message in store.find(key.topic, unique_key=unique_key):
-                    with self._state(key) as (state, order):
-                        status = status_of(state, order, message.offset, self._tables.clock.now_ms(), self._owner)
-                    if message.queue_id == key.queue_id and status is not None:
-                        return status.item(message)
-            found = [message.offset for message in store.find(dlq_topic(group), unique_key=unique_key)]
-            return next(map(_dead, DeadLetters(self._tables, group).select(offsets=found)), None)
+                    yield self._of_level(topic, names, level, bounds, message.offset, 1)[0][0][1]
+        for key in self._keys(group, topic):
+            for message in messages(key):
+                with self._state(key) as (state, order):
+                    status = status_of(state, order, message.offset, self._tables.clock.now_ms(), self._owner)
+                if status is not None:
+                    yield status.item(message)
+
+    def _letters(self, group: str, letters: Iterable[Message]) -> Iterator[Item]:
+        """Yield those of `letters` that were neither purged nor replayed."""
+        return map(_dead, DeadLetters(self._tables, group).select(offsets=[each.offset for each in letters]))
+
+    def _copies(self, unique_key: str, key: QueueKey) -> Iterable[Message]:
+        """Return the messages of a queue with this unique key, or those that may not be done."""
+        store = self._tables.store
+        found = [each for each in store.find(key.topic, unique_key=unique_key) if each.queue_id == key.queue_id]
+        if found or not is_message_id(unique_key):
+            return found
+        # It was put without a unique key, so that neither the first one nor its copies are in the index.
+        if is_retry_topic(key.topic):
+            low, high = self._tables.offsets.bounds(key.topic, key.queue_id)
+            begin = max(low, self._tables.offsets.committed(key) or 0)
+            again = messages_of(store, key.topic, begin, high, key.queue_id)
+            return [each for each in again if each.unique_key == unique_key]
+        with suppress(LookupError):
+            first = store.get_by_id(unique_key)
+            found = [first] if first.queue == key[1:] else []
+        return found
 
     def page(
         self, group: str, topic: str, state: State | None = None, after: Place | None = None, limit: int = PAGE
@@ -234,7 +260,8 @@ class Items:
         """Return the queues of the topic and its retry topics in which the group has started, retries first.
         Queues of priorities are sorted, the highest first."""
         topics, offsets, known = self._tables.topics, self._tables.offsets, self._pops.states
-        configs = [*map(topics.get, sorted(retry_topics(group, topic))), topics.require(topic)]
+        again = [each for each in sorted(retry_topics(group, topic)) if group in offsets.groups_of(each)]
+        configs = [*map(topics.get, again), topics.require(topic)]
         keys = [QueueKey(group, config.name, i) for config in configs if config for i in range(config.read_queues)]
         if topics.require(topic).by_priority:
             keys.sort(key=lambda key: -key.queue_id)

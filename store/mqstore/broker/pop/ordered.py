@@ -26,6 +26,7 @@ from mqstore.broker.pop.log import ACK, GIVE, REVIVE, order_members
 from mqstore.broker.pop.orderinfo import BATCH_MAX, OrderInfo
 from mqstore.broker.pop.receipts import Claim, expired, receipt_head
 from mqstore.broker.pop.request import Delivery, PopRequest
+from mqstore.broker.pop.skips import skip
 from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.redelivery.attempt_journal import PROCESS_ENDED
@@ -198,6 +199,16 @@ class OrderedQueues:
             raise expired([claim.text])
         self._dead_letter(state, record, claim.offset, reason)
         self._tables.wake_if_free(state)
+
+    def cancel(self, state: QueueState, offset: int) -> None:
+        """Settle a message that no receiver holds, so that it is not delivered any more."""
+        record = self._tables.order(state)
+        if record is None or state.fifo is None or offset not in record.unacked(state.cursor):
+            skip(self._log, state, [offset])
+        else:
+            self._log.put_settled(ACK, state.fifo.name, [offset])
+            self._note_settled(state, record, [offset])
+            self._tables.wake_if_free(state)
 
     def visit(self, state: QueueState, now_ms: int) -> None:
         """Dead-letter exhausted messages, wake a receiver if the queue is free, announce the next time."""

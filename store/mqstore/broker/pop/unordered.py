@@ -22,6 +22,7 @@ from mqstore.broker.pop.expiry import unexpired
 from mqstore.broker.pop.log import ACK, GIVE, REVIVE
 from mqstore.broker.pop.receipts import Claim, expired, receipt_head
 from mqstore.broker.pop.request import Delivery, PopRequest
+from mqstore.broker.pop.skips import skip
 from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.redelivery.attempt_journal import PROCESS_ENDED
@@ -209,6 +210,14 @@ class UnorderedQueues:
         self._tables.move_to_dead_letters(state, claim.offset, reason)
         self._settle(state, REVIVE, batch, [claim.offset])
         state.note_revived([claim.offset])
+
+    def cancel(self, state: QueueState, offset: int) -> None:
+        """Settle a message that no receiver holds, so that it is not delivered any more."""
+        batch = state.in_flight.get(offset) or state.released.get(offset)
+        if batch is None:
+            skip(self._log, state, [offset])
+        else:
+            self._settle(state, ACK, batch, [offset])
 
     def _settle(self, state: QueueState, kind: str, batch: Batch, offsets: Sequence[int]) -> None:
         # Logged before memory changes, so that a replay of the log always makes the same.

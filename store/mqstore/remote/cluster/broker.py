@@ -25,7 +25,7 @@ from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef
 from mqstore.options import Durability, Duration, seconds
 from mqstore.remote.broker import RemoteBroker, _Later, _NoNotes
-from mqstore.remote.cluster.degrade import DIFFERENCES, refuse_items
+from mqstore.remote.cluster.degrade import DIFFERENCES, refuse, refuse_items
 from mqstore.remote.cluster.letters import ClusterLetters
 from mqstore.remote.cluster.links import Links
 from mqstore.remote.cluster.log import log_of
@@ -96,7 +96,11 @@ class ClusterBroker(Sends, Pops):
         self.has_room = lambda size: False
         self.save_offsets = self._save
         self.begun = _NoNotes()
-        self.items: Any = SimpleNamespace(**dict.fromkeys(("find", "page", "counts", "purge"), refuse_items))
+        self.items: Any = SimpleNamespace(
+            **dict.fromkeys(("find", "page", "counts", "by_key", "purge"), refuse_items),
+            put=partial(refuse, "unique=", "let the receiver remember the names"),
+            cancel=partial(refuse, "cancelling an item that is not delayed", "let the receiver look if it is wanted"),
+        )
         config = links.config(links.brokers[0]) if links.brokers else {}
         self.limits = Limits(int(config.get("maxMessageSize", 4 << 20)), int(config.get("timerMaxDelaySec", 259_200)))
         self.topics = Topics(links)

@@ -42,6 +42,7 @@ DIFFERENCES: Final[dict[str, Difference]] = {
     "lag": Difference("with deliveries in flight and retries", "messages that are not committed"),
     'durability="flush"': Difference("each message", "the brokers' flushDiskType"),
     "expires=, unique=": Difference("yes", "NotSupportedError"),
+    "cancel": Difference("ready, delayed and retrying items", "delayed ones; NotSupportedError for others"),
     "delay, deliver_at": Difference("any time", "needs timerWheelEnable; without it one of the brokers' levels"),
     "recall": Difference("yes", "needs recallMessageEnable"),
     "put_many": Difference("whole or not", "in batches of at most 4 MiB, each whole or not"),
