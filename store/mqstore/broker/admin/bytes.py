@@ -328,7 +328,7 @@ def _index(file: _File, offset: int | None) -> Iterator[Item]:
             why = (
                 "" if key_hash >= 0 and key_hash % slots == number else f"its key belongs to another slot than {number}"
             )
-            why = why or ("" if 0 <= previous < newest else "previous_entry is no older entry")
+            why = why or ("" if 0 <= previous < newest else "previous_entry is not an older entry")
             wrong = "key_hash" if "key" in why else "previous_entry"
             yield _item(f"entry {newest} of slot {number}", at, fields, why, wrong)
             before, newest = newest, previous
