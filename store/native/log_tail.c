@@ -128,6 +128,8 @@ long long tip_now_ms(PyObject *tip)
     return now_ns < 0 ? -1 : now_ns / 1000000;
 }
 
+bool log_tail_is_open(PyObject *tip) { return ((LogTail *)tip)->limit >= 0; }
+
 void lay_tail(char *to, const char *plain, Py_ssize_t plain_size, const char *properties, Py_ssize_t size)
 {
     memcpy(to, plain, (size_t)plain_size);

@@ -226,6 +226,8 @@ typedef struct {
    readers see), -1 with an exception. `tip` is a LogTail; `extra` may be NULL. */
 int log_tail_store(PyObject *tip, QueueTail *queue, const char *body, Py_ssize_t body_size, const char *tail, Py_ssize_t tail_size,
               const Extra *extra, Stored *stored);
+/* Return false if every put is refused: after a close, a fork or a failed sync. */
+bool log_tail_is_open(PyObject *tip);
 /* Write a tail with its properties to `to`, which must have room for both. */
 void lay_tail(char *to, const char *plain, Py_ssize_t plain_size, const char *properties, Py_ssize_t size);
 /* Return the store's time; -1, with an exception if the clock raised one. */

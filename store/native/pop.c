@@ -17,6 +17,7 @@ enum {
     NUMBER_BYTES = 20,     /* of 64 bits, with its sign */
     TEXT_BYTES = 192,      /* room for the numbers of a record or receipt, six at most, and the text between them */
     POPPED_BYTES = HEAD_BYTES + TEXT_BYTES + 3 * MAX_BATCH,
+    ENTRY_AT = 16, /* bytes before the body of an entry (journal.py) */
     SETTLED_BYTES = TEXT_BYTES + MOST_SETTLED * (NUMBER_BYTES + 1),
 };
 
@@ -70,11 +71,12 @@ static PyObject *ascii_of(const char *text, Py_ssize_t size)
 
 typedef struct {
     PyObject_HEAD
-    PyObject *tip, *queue, *pop_tail, *ack_tail, *resets, *orders, *offsets, *freed, *batch, *delivery;
-    long long max_body, order_changes;
+    PyObject *tip, *queue, *pop_tail, *ack_tail, *resets, *orders, *offsets, *freed, *batch, *delivery, *journal;
+    long long max_body, order_changes, journal_end;
 } PopFields;
 
-#define SHARED(F) F(tip) F(queue) F(pop_tail) F(ack_tail) F(resets) F(orders) F(offsets) F(freed) F(batch) F(delivery)
+#define SHARED(F) \
+    F(tip) F(queue) F(pop_tail) F(ack_tail) F(resets) F(orders) F(offsets) F(freed) F(batch) F(delivery) F(journal)
 
 COLLECTED(pop_fields, PopFields, SHARED)
 
@@ -96,6 +98,52 @@ static int append(PopFields *self, const char *body, Py_ssize_t size, PyObject *
         return 0;
     return log_tail_store(self->tip, (QueueTail *)self->queue, body, size, PyBytes_AS_STRING(tail), PyBytes_GET_SIZE(tail), NULL,
                      stored);
+}
+
+/* Like `PopFields.note_entry` of tables.py. No Python code runs in here. */
+static long long note_entry(PopFields *self, long long position, const char *body, Py_ssize_t body_bytes)
+{
+    long long at = self->journal_end, size = body_bytes, end = at + ENTRY_AT + (size + 7) / 8 * 8;
+    Py_buffer view;
+    if (!at || !self->journal || self->journal == Py_None)
+        return 0;
+    if (PyObject_GetBuffer(self->journal, &view, PyBUF_WRITABLE) < 0) {
+        PyErr_Clear();
+        return 0;
+    }
+    bool fits = end + 8 <= view.len;
+    if (fits) {
+        char *entry = (char *)view.buf + at;
+        memset(entry, 0, 8);
+        atomic_thread_fence(memory_order_release);
+        memcpy(entry + 8, &position, 8);
+        memcpy(entry + ENTRY_AT, body, (size_t)size);
+        memset((char *)view.buf + end, 0, 8);
+        atomic_thread_fence(memory_order_release);
+        memcpy(entry, &size, 8); /* last: until then the entry is the end */
+    }
+    PyBuffer_Release(&view);
+    self->journal_end = fits ? end : 0;
+    return fits ? -at : 0;
+}
+
+/* note_entry(position, body) -> the name of the entry, or 0. */
+static PyObject *method_note(PopFields *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    long long position;
+    if (!has_arguments("note_entry", nargs, 2))
+        return NULL;
+    if (!number_of(args[0], &position) || !PyBytes_CheckExact(args[1]))
+        return PyLong_FromLong(0);
+    return PyLong_FromLongLong(note_entry(self, position, PyBytes_AS_STRING(args[1]), PyBytes_GET_SIZE(args[1])));
+}
+
+/* How to record something of a receiver in this process: 1 in the journal, -1 by Python, which opens the journal again, 0 in the
+   log, because there is no journal. */
+static int noting(const PopFields *self, bool local, bool in_order)
+{
+    bool there = local && !in_order && self->journal && self->journal != Py_None;
+    return !there ? 0 : self->journal_end && log_tail_is_open(self->tip) ? 1 : -1;
 }
 
 /* Return the batch that was popped in order last if the order info has it, borrowed. */
@@ -148,7 +196,8 @@ static PyObject *deliver(PopFields *self, QueueFields *state, int count, long lo
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     long long visible_ms = now_ms + invisible_ms, last_ms = 0, queue_id, bytes = 0;
     Located *first = next_of(self, state, count, visible_ms, in_order, &last_ms);
-    if (!first)
+    int noted = noting(self, local, in_order);
+    if (!first || noted < 0 || (!noted && state->noted))
         Py_RETURN_NONE;
     long long pop_time_ms = pop_time(now_ms, last_ms > state->reset_ms ? last_ms : state->reset_ms);
     invisible_ms = visible_ms > pop_time_ms ? visible_ms - pop_time_ms : 0;
@@ -218,11 +267,16 @@ static PyObject *deliver(PopFields *self, QueueFields *state, int count, long lo
         goto done;
 
     Stored stored;
-    int done = append(self, body, size, self->pop_tail, &stored);
+    int done = 1;
+    if (noted)
+        done = (stored.offset = note_entry(self, ((QueueTail *)self->queue)->next_offset, body, size)) != 0;
+    else
+        done = append(self, body, size, self->pop_tail, &stored);
     if (done <= 0) {
         result = done < 0 ? NULL : Py_NewRef(Py_None);
         goto done;
     }
+    state->noted |= noted > 0;
     if (!(batch->name = PyLong_FromLongLong(stored.offset)))
         goto done;
     if (in_order) {
@@ -431,9 +485,22 @@ static int settle(PopFields *self, QueueFields *state, const Claim *claims, int 
     at = write_text(at, "]}");
     left &= ~bits;
     Stored stored;
-    result = (rest = PyLong_FromLongLong(left)) ? append(self, body, at - body, self->ack_tail, &stored) : -1;
+    int noted = noting(self, batch->local == Py_True, in_order);
+    if (noted < 0 || (!noted && name < 0))
+        goto done;
+    result = (rest = PyLong_FromLongLong(left)) ? 1 : -1;
+    if (result > 0 && noted)
+        result = note_entry(self, ((QueueTail *)self->queue)->next_offset, body, at - body) != 0;
+    else if (result > 0)
+        result = append(self, body, at - body, self->ack_tail, &stored);
     if (result <= 0)
         goto done;
+    state->noted |= noted > 0;
+    for (int i = 0; i < count && noted && name >= 0; i++)
+        if (PyDict_SetItem(state->acks, numbers[i], batch->name) < 0) {
+            result = -1;
+            goto done;
+        }
     Py_SETREF(batch->left, Py_NewRef(rest));
     if (in_order) {
         state->cursor = claims->start + (left ? __builtin_ctzll((unsigned long long)left) : batch->count);
@@ -553,6 +620,7 @@ static PyObject *method_settle(PopFields *self, PyObject *const *args, Py_ssize_
 }
 
 static PyMethodDef pop_fields_methods[] = {
+    {"note_entry", (PyCFunction)(void (*)(void))method_note, METH_FASTCALL, "Append to the journal: see pop/tables.py."},
     {"deliver", (PyCFunction)(void (*)(void))method_deliver, METH_FASTCALL, "Return deliveries, or None: see pop/tables.py."},
     {"settle", (PyCFunction)(void (*)(void))method_settle, METH_FASTCALL, "Return the number settled: see pop/tables.py."},
     {NULL},
@@ -563,6 +631,8 @@ static PyMemberDef pop_fields_members[] = {
     SHARED(MEMBER)
     {"_max_body", T_LONGLONG, offsetof(PopFields, max_body), 0, NULL},
     {"_order_changes", T_LONGLONG, offsetof(PopFields, order_changes), 0, NULL},
+    {"journal_map", T_OBJECT, offsetof(PopFields, journal), 0, NULL},
+    {"journal_end", T_LONGLONG, offsetof(PopFields, journal_end), 0, NULL},
     {NULL},
 };
 

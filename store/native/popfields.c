@@ -101,8 +101,8 @@ PyTypeObject OffsetFieldsType = {
 
 /* --- the state of a queue --- */
 
-#define STATE(F) F(key) F(head) F(lock) F(written) F(in_flight) F(released) F(fifo) F(timeline) F(ahead) F(ahead_filter) \
-    F(announced_ms)
+#define STATE(F) F(key) F(head) F(lock) F(written) F(in_flight) F(released) F(acks) F(fifo) F(timeline) F(ahead) \
+    F(ahead_filter) F(announced_ms)
 
 COLLECTED(queue_fields, QueueFields, STATE)
 
@@ -112,6 +112,7 @@ static PyMemberDef queue_fields_members[] = {
     NUMBER(reset_ms) NUMBER(pops) NUMBER(popped) NUMBER(popped_bytes) NUMBER(acked)
     {"_batches", T_LONGLONG, offsetof(QueueFields, batches), 0, NULL},
     {"gone", T_BOOL, offsetof(QueueFields, gone), 0, NULL},
+    {"noted", T_BOOL, offsetof(QueueFields, noted), 0, NULL},
 #undef MEMBER
 #define MEMBER(field) {#field, T_OBJECT_EX, offsetof(QueueFields, field), 0, NULL},
     STATE(MEMBER)
@@ -131,6 +132,7 @@ bool is_whole(PyObject *object)
     const QueueFields *state = (const QueueFields *)object;
 #define THERE(field) state->field &&
     return STATE(THERE) PyDict_CheckExact(state->in_flight) && PyDict_CheckExact(state->released) &&
+           PyDict_CheckExact(state->acks) &&
            PyList_CheckExact(state->ahead) && PyObject_TypeCheck(state->timeline, &TimelineFieldsType) &&
            ((const TimelineFields *)state->timeline)->buckets && PyDict_CheckExact(((const TimelineFields *)state->timeline)->buckets) &&
            ((const TimelineFields *)state->timeline)->times && PyUnicode_Check(state->head) && PyTuple_Check(state->key) &&

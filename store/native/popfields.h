@@ -31,8 +31,8 @@ typedef struct {
     PyObject_HEAD
     long long cursor, committed, ahead_at, ahead_from, ahead_next, last_pop_ms, reset_ms;
     long long pops, popped, popped_bytes, acked, batches;
-    char gone;
-    PyObject *key, *head, *lock, *written, *in_flight, *released, *fifo, *timeline, *ahead, *ahead_filter, *announced_ms;
+    char gone, noted;
+    PyObject *key, *head, *lock, *written, *in_flight, *released, *acks, *fifo, *timeline, *ahead, *ahead_filter, *announced_ms;
 } QueueFields;
 
 /* Like `Timeline.add`. 0, or -1 with an exception. */

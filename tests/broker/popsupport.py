@@ -192,6 +192,7 @@ def offsets(deliveries: list[Delivery]) -> list[int]:
 _FIELDS = (
     *("key", "head", "cursor", "committed", "written", "ahead_at", "ahead_from", "ahead_next", "ahead_filter"),
     *("announced_ms", "last_pop_ms", "reset_ms", "pops", "popped", "popped_bytes", "acked", "gone", "_batches"),
+    *("noted", "acks"),
 )
 """Those that are values; `memory` shows the others."""
 

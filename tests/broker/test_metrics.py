@@ -495,7 +495,7 @@ def test_redeliveries_that_cannot_be_put_stay_overdue(
 
 def test_counters_and_gauges_are_one_text(broker: Broker) -> None:
     broker.put_many("t", [b"x"] * 3)
-    broker.pop("g", "t", 2)
+    broker.pop("g", "t", 2, local=False)
     found = scraped(broker.prometheus())
     assert found[series("messages_in_total", "t", message_type="unspecified")] == 3
     assert found[series("messages_out_total", "t", consumer_group="g")] == 2

@@ -367,7 +367,7 @@ def test_a_pop_that_cannot_be_logged_hands_out_nothing(
     pops.put("t", 3)
     pops.refuse(monkeypatch, "put_pop")
     with pytest.raises(StoreFullError):
-        pops.pop(n=2, order=order)
+        pops.pop(n=2, order=order, local=False)
     monkeypatch.undo()
     assert bodies(pops.pop(n=5, order=order)) == [b"0", b"1", b"2"]
 
@@ -420,7 +420,7 @@ def test_copies_that_are_put_together_keep_what_the_message_was(pops: PopBench) 
 
 def test_an_ack_that_cannot_be_logged_settles_nothing(pops: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
     pops.put("t", 1)
-    [delivery] = pops.pop()
+    [delivery] = pops.pop(local=False)
     pops.refuse(monkeypatch, "put_settled")
     with pytest.raises(StoreFullError):
         pops.ack(delivery)
@@ -512,17 +512,17 @@ def test_refused_wait_leaves_nothing_parked(pops: PopBench) -> None:
 def test_the_pop_log_has_the_records_of_delivery_pop_log(pops: PopBench) -> None:
     pops.put("t", 4)
     now_ms = pops.now_ms
-    first = pops.pop(n=3)
+    first = pops.pop(n=3, local=False)
     pops.ack(first[0], first[2])
     pops.service.change_invisible("g", "t", first[1].receipt, 1_000)
-    pops.release(*pops.pop())
+    pops.release(*pops.pop(local=False))
     pops.advance(1_000)
     log = pops.read(POP_LOG_TOPIC)
     assert [(record.tag, record.json()) for record in log] == [
-        ("ck", {"t": "t", "c": "g", "q": 0, "so": 0, "pt": now_ms, "it": 60_000, "d": [0, 1, 2], "nx": 3, "l": 1}),
+        ("ck", {"t": "t", "c": "g", "q": 0, "so": 0, "pt": now_ms, "it": 60_000, "d": [0, 1, 2], "nx": 3}),
         ("ack", {"k": 0, "o": [0, 2]}),
         ("chg", {"k": 0, "o": 1, "pt": now_ms + 1, "it": 999}),
-        ("ck", {"t": "t", "c": "g", "q": 0, "so": 3, "pt": now_ms, "it": 60_000, "d": [0], "nx": 4, "l": 1}),
+        ("ck", {"t": "t", "c": "g", "q": 0, "so": 3, "pt": now_ms, "it": 60_000, "d": [0], "nx": 4}),
         ("rel", {"k": 3, "o": [3]}),
         ("rev", {"k": 0, "o": [1]}),
     ]

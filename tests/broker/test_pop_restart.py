@@ -301,7 +301,7 @@ def test_the_replay_position_is_the_oldest_unsettled_batch(pops: PopBench) -> No
         return pops.replay_position or 0
 
     pops.put("t", 6)
-    one, two, three = (pops.pop(invisible_ms=3_600_000) for _ in range(3))
+    one, two, three = (pops.pop(invisible_ms=3_600_000, local=False) for _ in range(3))
     ordered = pops.pop(group="fifo", order=True, invisible_ms=3_600_000)
     assert position() == 0
     pops.ack(*one)
@@ -322,7 +322,7 @@ def test_the_replay_position_moves_though_nothing_is_due_for_long(pops: PopBench
 
     def served() -> None:
         pops.put("t", 1)
-        pops.ack(*pops.pop(invisible_ms=3_600_000))
+        pops.ack(*pops.pop(invisible_ms=3_600_000, local=False))
         pops.parts.store.dispatch()
 
     def next_ms() -> int:
@@ -360,8 +360,8 @@ def test_ordered_messages_that_a_new_filter_passes_over_hold_nothing(pops: PopBe
 
 def test_the_pop_log_is_pinned_from_the_replay_position_on(pops: PopBench) -> None:
     pops.put("t", 2)
-    pops.ack(*pops.pop())
-    pops.pop()
+    pops.ack(*pops.pop(local=False))
+    pops.pop(local=False)
     pops.advance(5_000)
     [pin] = pops.service.pins()
     assert pin.physical_offset == pops.read(POP_LOG_TOPIC)[2].physical_offset
@@ -380,7 +380,7 @@ def test_old_batches_are_put_again_so_that_a_replay_stays_short(
     ordered = pops.pop(group="fifo", order=True, n=3, local=False, invisible_ms=3_600_000)
     pops.service.ack("fifo", "t", [ordered[0].receipt])
     before = pops.service.pending("g"), pops.service.pending("fifo")
-    rest = [pops.pop(queue_id=0, n=1, invisible_ms=3_600_000)[0] for _ in range(21)]
+    rest = [pops.pop(queue_id=0, n=1, local=False, invisible_ms=3_600_000)[0] for _ in range(21)]
     assert rest[0].message.offset == 3  # what was released
     pops.release(rest[0])
     pops.ack(*rest[1:])
@@ -418,6 +418,7 @@ def test_a_lost_record_of_a_batch_has_its_messages_come_again(pops: PopBench) ->
     pops.put("t", 9)
     for _ in range(3):
         pops.pop(n=3, invisible_ms=60_000)
+        pops.service.flush()  # a record of each
     lost = pops.parts.store.read(POP_LOG_TOPIC, 0, 1, 1)[0].physical_offset
     pops.close()
     flip(pops.path / "commitlog" / f"{0:020d}", lost + 90)

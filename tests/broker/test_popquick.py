@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import mqstore
 from mqstore.broker.filters.filter import parse_filter
 from mqstore.broker.names import POP_LOG_TOPIC, QueueKey, pop_retry_topic
+from mqstore.broker.pop import journal
 from mqstore.broker.pop.batch import Batch
 from mqstore.broker.pop.ordered import OrderedQueues
 from mqstore.broker.pop.request import Delivery
@@ -88,6 +89,9 @@ class Pair:
         assert orders(self.benches[0]) == orders(self.benches[1])
         logs = [[message.body for message in bench.read(POP_LOG_TOPIC)] for bench in self.benches]
         assert logs[0] == logs[1]
+        journals = [bench.tables.journal.read() for bench in self.benches]
+        assert journals[0] == journals[1]
+        assert self.benches[0].tables.journal_end == self.benches[1].tables.journal_end
 
 
 def create(pair: Pair, queues: int) -> None:
@@ -120,6 +124,7 @@ STEPS = st.one_of(
     st.tuples(st.just("time"), st.sampled_from([0, 1, 1, 2, 999, 60_000]), st.just(None)),
     st.tuples(st.just("clock"), st.sampled_from([-2000, -1, 1, 5000]), st.just(None)),
     st.tuples(st.just("reset"), st.integers(0, 2), st.integers(0, 9)),
+    st.tuples(st.just("flush"), st.just(None), st.just(None)),
     st.tuples(st.just("reopen"), st.booleans(), st.just(None)),
 )
 
@@ -164,16 +169,25 @@ def step(pair: Pair, kind: str, first: Any, second: Any, serial: int) -> None:
                 bench.rewrite()
         case "reset":
             pair.do(lambda bench: bench.reset(second, first))
+        case "flush":
+            for bench in pair.benches:
+                bench.service.flush()
         case "reopen":
             pair.reopen(kill=first)
 
 
 @compiled
-@given(steps=st.lists(STEPS, max_size=40), queues=st.integers(1, 3), way=st.sampled_from(list(ORDERS)))
+@given(
+    steps=st.lists(STEPS, max_size=40),
+    queues=st.integers(1, 3),
+    way=st.sampled_from(list(ORDERS)),
+    room=st.sampled_from([400, 1 << 18]),
+)
 def test_compiled_pops_leave_what_pops_of_python_leave(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, Any, Any]], queues: int, way: str
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, Any, Any]], queues: int, way: str, room: int
 ) -> None:
-    with Pair(tmp_path_factory.mktemp("pair"), way) as pair:
+    with Pair(tmp_path_factory.mktemp("pair"), way) as pair, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(journal, "_FILE_BYTES", room)  # 400: for two pops
         create(pair, queues)
         pair.do(lambda bench: bench.put("t", 8))
         for serial, (kind, first, second) in enumerate(steps):
@@ -538,9 +552,9 @@ def test_failed_put_leaves_the_message(pair: Pair) -> None:
     """The alarm that a put rings runs Python, into which Ctrl-C may come."""
     bench = pair.benches[0]
     bench.put("t", 3)
-    [first] = bench.pop()
+    [first] = bench.pop(local=False)
     before = memory(bench.state)
-    for call in (bench.pop, lambda: bench.ack(first)):
+    for call in (lambda: bench.pop(local=False), lambda: bench.ack(first)):
         with interrupted_puts(bench.parts.store), pytest.raises(KeyboardInterrupt):
             call()
         assert memory(bench.state) == before
@@ -618,14 +632,14 @@ def test_a_store_that_flushes_each_put_pops_by_python(tmp_path: Path) -> None:
 def test_names_that_do_not_fit_are_left_to_python(pair: Pair) -> None:
     bench = pair.benches[0]
     bench.put("t", 3)
-    bench.pop()
+    bench.pop(local=False)
     tables, state = bench.tables, bench.state
     head, before = state.head, memory(state)
     for length in (1025, 5000):
         state.head = head.ljust(length)
-        assert tables.deliver(state, 1, 60_000, "t", True, False) is None
+        assert tables.deliver(state, 1, 60_000, "t", False, False) is None
     state.head = head
     assert memory(state) == before
     state.head = head.ljust(1024)
-    assert tables.deliver(state, 1, 60_000, "t", True, False) is not None
+    assert tables.deliver(state, 1, 60_000, "t", False, False) is not None
     assert bench.read(POP_LOG_TOPIC)[-1].body.startswith(state.head.encode() + b'"so":1,')

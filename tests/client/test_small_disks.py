@@ -298,7 +298,7 @@ def test_full_disk_is_looked_at_only_once_something_was_stored(tmp_path: Path, m
         assert bound is not None
         monkeypatch.setattr(room, "bound", lambda policy: looks.append(policy) or bound(policy))
         Path(disk, "others").write_bytes(bytes(MIB // 2))
-        assert store.broker.pop("g", "t")
+        assert store.broker.pop("g", "t", local=False)
         for _ in range(3):
             room.look()
         assert len(looks) == 1

@@ -124,7 +124,7 @@ class Script:
         self.bench.advance(self.rng.choice((500, 1_100, 6_000, 61_000)))
 
     def flush(self) -> None:
-        self.bench.parts.store.flush()
+        self.bench.service.flush()
         self.mark_durable()
 
     def restart(self) -> None:

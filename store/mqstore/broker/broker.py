@@ -274,7 +274,7 @@ class Broker(Closing, Sending, BrokerContract):
         return self._async_puts.put(partial(put, **options), synced=synced)
 
     def sync(self) -> None:
-        self.store.flush()
+        self._pop.flush()
 
     def recall(self, recall_handle: str) -> bool:
         return self._timer.recall(recall_handle)

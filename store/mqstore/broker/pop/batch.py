@@ -58,12 +58,12 @@ if not TYPE_CHECKING and kernel is not None:
 
 
 class Batch(BatchFields):
-    """Messages of one pop, stored as one `ck` record."""
+    """Messages of one pop."""
 
     __slots__ = ()
 
     name: int
-    """Position of the `ck` in the pop log. -1 for a settled batch without a `ck`."""
+    """Position of the `ck` in the pop log. -1 for a settled batch without a `ck`. Lower: it is in `journal.py`."""
     start: int
     count: int
     """Number of messages."""

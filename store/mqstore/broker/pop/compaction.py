@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_KEY, POP_LOG_TOPIC
 from mqstore.broker.pop.ordered import OrderedQueues
@@ -20,6 +20,7 @@ from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.pop.unordered import UnorderedQueues
 from mqstore.broker.service import Pin, Wake
 from mqstore.broker.tables.configfile import ConfigFile
+from mqstore.errors import MQStoreError
 from mqstore.layout.consumequeue import UNIT
 from mqstore.options import seconds
 from mqstore.signalsafe import Lock
@@ -65,7 +66,8 @@ class PopKeeper:
         """Log end at the last `_advance`. The order info includes all records before it."""
         self._rests = False
         """True if the position was at the log end at the last check: only a growth of the log wakes us."""
-        self._advance()
+        with suppress(MQStoreError, OSError):  # a full disk
+            self._advance()
         self._store.on_growth.append(self._on_growth)
 
     def _on_growth(self, topic: str, queue_id: int, begin: int, end: int) -> None:
@@ -87,7 +89,7 @@ class PopKeeper:
             self._advance()
         self._rests = True  # set before the check: later records wake us
         times = []
-        if self._position() < self._tables.log.bounds()[1]:
+        if self._tables.journal_end or self._position() < self._tables.log.bounds()[1]:
             self._rests = False
             times.append(self._keep_due_ms)
         if self._tables.order_version != self._saved_version:
@@ -122,7 +124,8 @@ class PopKeeper:
         """Move the replay position up to the oldest open batch, after relocating batches too far from the log end.
         It never passes the records that the order info file includes. With an older file and only a later part of the
         log, a replay would restore a batch that was replaced, or that a reset ended."""
-        log, offsets = self._tables.log, self._parts.offsets
+        log, offsets, journal = self._tables.log, self._parts.offsets, self._tables.journal
+        journal.fold_all()
         # Read the end first: the record of a batch that is added to its state later is after this end.
         end = log.bounds()[1]
         bound = self._rewrite_bound(end)
@@ -142,6 +145,8 @@ class PopKeeper:
                 oldest = state.oldest()
                 if oldest is not None:
                     position = min(position, oldest.name)
+                if state.noted:  # since the fold
+                    position = min(position, journal.base)
         self._looked_to = end
         if self._tables.order_version == self._saved_version:
             self._summed_up = end

@@ -51,7 +51,8 @@ A late acknowledgement of these messages is refused for as long as that is known
 
 
 class Record(NamedTuple):
-    """One entry: `position` is its queue offset, `value` the JSON object of its body."""
+    """One entry: `position` is its queue offset, `value` the JSON object of its body.
+    Entries of the journal have a negative position."""
 
     position: int
     kind: str
@@ -75,6 +76,21 @@ def order_members(record: OrderInfo) -> str:
     return "," + _ENCODE({name: value for name, value in members.items() if value is not None})[1:-1]
 
 
+def pop_body(
+    head: str, offsets: Sequence[int], pop_time_ms: int, invisible_ms: int, cursor: int, more: str = ""
+) -> bytes:
+    """Return the body of a batch: its ascending offsets, the cursor after it, and further members (`more`)."""
+    start = offsets[0]
+    distances = ",".join([str(offset - start) for offset in offsets])
+    body = f'{head}"so":{start},"pt":{pop_time_ms},"it":{invisible_ms},"d":[{distances}],"nx":{cursor}{more}}}'
+    return body.encode()
+
+
+def settled_body(batch: int, offsets: Iterable[int]) -> bytes:
+    """Return the body of `ACK`, `REVIVE` or `GIVE` for some offsets of one batch."""
+    return f'{{"k":{batch},"o":[{",".join(map(str, offsets))}]}}'.encode()
+
+
 class PopLog:
     """Writer and reader of the pop log.
     Each `put_...` returns the record's queue offset and never waits for the disk."""
@@ -92,15 +108,12 @@ class PopLog:
     def put_pop(
         self, head: str, offsets: Sequence[int], pop_time_ms: int, invisible_ms: int, cursor: int, more: str = ""
     ) -> int:
-        """Append a batch: its ascending offsets, the cursor after it, and further members (`more`)."""
-        start = offsets[0]
-        distances = ",".join([str(offset - start) for offset in offsets])
-        body = f'{head}"so":{start},"pt":{pop_time_ms},"it":{invisible_ms},"d":[{distances}],"nx":{cursor}{more}}}'
-        return self._put[POP](body.encode(), "append")[1]
+        """Append the record of a batch (`pop_body`)."""
+        return self._put[POP](pop_body(head, offsets, pop_time_ms, invisible_ms, cursor, more), "append")[1]
 
     def put_settled(self, kind: str, batch: int, offsets: Iterable[int]) -> int:
-        """Append `ACK`, `REVIVE` or `GIVE` for some offsets of one batch."""
-        return self._put[kind](f'{{"k":{batch},"o":[{",".join(map(str, offsets))}]}}'.encode(), "append")[1]
+        """Append `ACK`, `REVIVE` or `GIVE` for some offsets of one batch (`settled_body`)."""
+        return self._put[kind](settled_body(batch, offsets), "append")[1]
 
     def put_change(
         self,

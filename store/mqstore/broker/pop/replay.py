@@ -21,6 +21,7 @@ it stays the queue's last batch, by which receipts of older batches are recognis
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -34,6 +35,7 @@ from mqstore.broker.pop.orderinfo import OrderInfo
 from mqstore.broker.pop.state import MAX_BATCH, QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.redelivery.attempt_journal import Address, AttemptJournal
+from mqstore.errors import MQStoreError
 
 _log = logging.getLogger("mqstore")
 
@@ -65,13 +67,14 @@ class Replay:
         java.take()
         now_ms = tables.clock.now_ms()
         self._say(now_ms)
-        for state in list(tables.states.values()):
-            if self._settle_position(state):
-                if release:
-                    self._release(state, now_ms)
-                state.drop_ahead()
-                tables.commit(state)
-                tables.announce_first(state)
+        states = [state for state in list(tables.states.values()) if self._settle_position(state)]
+        self._fold()
+        for state in states:
+            if release:
+                self._release(state, now_ms)
+            state.drop_ahead()
+            tables.commit(state)
+            tables.announce_first(state)
         self._adopt(now_ms)
         self._begin_retries()
         java.mark()
@@ -85,6 +88,18 @@ class Replay:
                 for queue_id in config.queue_ids:
                     if parts.store.offsets_or_none(config.name, queue_id) is not None:
                         parts.offsets.begin(QueueKey(group, config.name, queue_id))
+
+    def _fold(self) -> None:
+        """Fold the journal of a killed process, and sync the log, as recovery does."""
+        tables = self._tables
+        tables.journal.base = tables.offsets.committed(POP_LOG_KEY) or 0
+        if any(state.noted for state in tables.states.values()):
+            try:
+                tables.journal.fold_all()
+                tables.store.flush()
+            except (MQStoreError, OSError) as error:
+                tables.journal.wanted = False  # it keeps the file
+                _log.error("%s: the journal of pops stays in use (%s)", tables.store.path, error)
 
     def look(self) -> None:
         """Rebuild the states as `run` will, for a view of a store.
@@ -103,13 +118,14 @@ class Replay:
         """Read the log into the states, before anything is concluded from them."""
         tables = self._tables
         begin = self._next_position = tables.offsets.committed(POP_LOG_KEY) or 0
-        for record in tables.log.records(max(0, begin - LOOK_BACK)):
+        for record in self._records(begin):
             try:
-                if record.position < begin:
+                if 0 <= record.position < begin:
                     self._before(record)
                     continue
-                self._is_holed |= record.position > self._next_position
-                self._next_position = record.position + 1
+                if record.position >= 0:
+                    self._is_holed |= record.position > self._next_position
+                    self._next_position = record.position + 1
                 if record.kind == POP:
                     self._pop(record.position, record.value)
                 elif record.kind == RESET:
@@ -119,12 +135,30 @@ class Replay:
                 elif (found := self._batches.get(record.value["k"])) is None:
                     self._before(record)  # a batch from before the replay position, entirely settled
                 elif found[0].fifo is not found[1]:
+                    if record.position < 0 <= found[1].name:
+                        found[0].acks.update(dict.fromkeys(record.value["o"], found[1].name))
+                        found[0].noted = True
                     self._event(*found, record.kind, record.value)
                 else:
                     self._event_in_order(*found, record.kind, record.value)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 # mqstore never writes such a record, so it is skipped. At worst this redelivers a message.
                 _log.error("record %d of the pop log is invalid (%r): %.200s", record.position, error, record.value)
+
+        for state in tables.states.values():
+            if state.noted:  # batches that are only in the journal are last, as before the kill
+                named = sorted(state.in_flight.items(), key=lambda item: item[1].name < 0)
+                state.in_flight = dict(named)
+
+    def _records(self, begin: int) -> Iterator[Record]:
+        """Yield the records of the log, and between them those of the journal. The journal is read first: it may be
+        folded meanwhile. Entries before the replay position are from before a power cut took back that position."""
+        entries = deque(entry for entry in self._tables.journal.read() if entry[0] >= begin)
+        for record in self._tables.log.records(max(0, begin - LOOK_BACK)):
+            while entries and entries[0][0] <= record.position:
+                yield entries.popleft()[1]
+            yield record
+        yield from (record for _, record in entries)
 
     # -- contents of records ----------------------------------------------------------------------------------------
 
@@ -141,6 +175,10 @@ class Replay:
         batch = Batch(position, offsets, pop_time_ms, invisible_ms, value.get("l") == 1)
         state = self._state(key)
         self._batches[position] = state, batch
+        if position < 0:
+            state.noted = True
+        else:
+            state.logged = cursor
         if value.get("f") == 1:
             state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
             self._pop_in_order(state, batch, offsets, value)
@@ -327,10 +365,10 @@ class Replay:
             fetched, ended = _parted(state.key, held, begun)
             past_ms = min(0, now_ms - batch.pop_time_ms)
             if fetched:
-                log.put_settled(GIVE, batch.name, fetched)
+                self._tables.log_settled(state, GIVE, batch, fetched)
                 state.release(batch, fetched)
             for offset in ended:
-                log.put_change(batch.name, offset, batch.pop_time_ms, past_ms, failed=True)
+                log.put_change(self._tables.name_of(state, batch), offset, batch.pop_time_ms, past_ms, failed=True)
                 state.change(batch, offset, batch.pop_time_ms, past_ms)
                 batch.note_failed(offset, True)
         record = self._tables.order(state)

@@ -131,7 +131,7 @@ class PopService(BackgroundService):
         if not found:
             self._store.news.check_complete()
         elif waits:
-            self._store.flush()
+            self.flush()
         return found
 
     def pop_at_once(self, group: str, topic: str, n: int, invisible_ms: int, order: bool) -> list[Delivery]:
@@ -159,6 +159,8 @@ class PopService(BackgroundService):
         Most pops read the retry topic last, so that failing messages do not delay new ones, and some read it first, so
         that retries do not starve in a busy topic."""
         group, topic, queue_id, n, invisible_ms, filter_, order, _, attempt_id, local, _ = request
+        if local and not order and not self.tables.journal_end:
+            self.tables.journal.open()
         # Looked up each time, because the topic may have been altered during the wait.
         route = self._routes.known.get((group, topic)) or self._routes.require(group, topic)
         roll = int(self._rng() * 100) if route.has_choice else 0
@@ -269,7 +271,7 @@ class PopService(BackgroundService):
             return
         late = self._settle(group, topic, receipts[done:], ACK)
         if waits:
-            self._store.flush()
+            self.flush()
         if late:
             raise expired(late)
 
@@ -386,6 +388,8 @@ class PopService(BackgroundService):
             claims = list(run)
             concerned.append((self._state_of(group, topic, *claims), claims))
         late: list[str] = []
+        if self.tables.journal_map is not None and not self.tables.journal_end:
+            self.tables.journal.open()
         for state, claims in concerned:
             with state.lock:
                 late += (self._ordered if claims[0].fifo else self._unordered).settle(state, claims, kind)
@@ -429,7 +433,12 @@ class PopService(BackgroundService):
         waits = waits_for_disk(durability, self._flush_by_default)
         yield
         if waits:
-            self._store.flush()
+            self.flush()
+
+    def flush(self) -> None:
+        """Return when all earlier pops, settlements and puts are on disk. Raises the errors of `MessageStore.flush`."""
+        self.tables.journal.fold_all()
+        self._store.flush()
 
     # -- deliveries in flight ---------------------------------------------------------------------------------------
 
@@ -539,6 +548,7 @@ class PopService(BackgroundService):
     def close(self) -> None:
         self._keeper.close()
         self._routes.close()
+        self.tables.journal.close()
 
     def pins(self) -> Iterable[Pin]:
         return self._keeper.pins()

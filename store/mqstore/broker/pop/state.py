@@ -79,7 +79,10 @@ if not TYPE_CHECKING and kernel is not None:
 class QueueState(QueueFields):
     """State of one (group, topic, queue). Its fields are read and written under `lock`."""
 
-    __slots__ = ("_free", "ahead_size", "backoff_ms", "expiry", "holders", "is_retry", "notes", "revived", "skipped")
+    __slots__ = (
+        *("_free", "ahead_size", "backoff_ms", "expiry", "holders", "is_retry", "logged", "notes", "revived"),
+        "skipped",
+    )
 
     key: QueueKey
     head: str
@@ -118,6 +121,10 @@ class QueueState(QueueFields):
     popped: int
     popped_bytes: int
     acked: int
+    noted: bool
+    """True if the journal has something that the log does not (`journal.py`)."""
+    acks: dict[int, int]
+    """Acknowledgements that only the journal has, of batches in the log: the batch's name, by offset."""
     gone: bool
     """True if group or topic was deleted. A thread that still has this state must look up another."""
 
@@ -155,7 +162,10 @@ class QueueState(QueueFields):
         """Number of ms to wait after the next put that fails."""
         self.last_pop_ms = self.reset_ms = 0
         self.pops = self.popped = self.popped_bytes = self.acked = 0
-        self.gone = False
+        self.noted = self.gone = False
+        self.acks = {}
+        self.logged = -1
+        """Cursor in the last record of the log, as far as known."""
 
     # -- batches ----------------------------------------------------------------------------------------------------
 
@@ -242,7 +252,9 @@ class QueueState(QueueFields):
         self.timeline = Timeline()
         self._batches = 0
         self.fifo = None
-        self.cursor = self.committed = cursor
+        self.acks.clear()
+        self.noted = False
+        self.cursor = self.committed = self.logged = cursor
         self.skipped = self.skips() if cursor >= 0 else {}  # a cancelled message stays so
         self.drop_ahead()
 
@@ -369,10 +381,10 @@ class QueueState(QueueFields):
         return Standing(first, ready, behind, len(left) - len(again), len(again), len(self.skips(behind)))
 
     def oldest(self) -> Batch | None:
-        """Return the oldest batch with an unsettled message."""
+        """Return the oldest batch in the log with an unsettled message."""
         batches = [batch for batch in self.released.values() if batch.left]
         first = next(iter(self.in_flight.values()), None)
-        if first is not None:
+        if first is not None and first.name >= 0:  # otherwise only the journal has it
             batches.append(first)
         if self.fifo is not None and self.fifo.left:
             batches.append(self.fifo)
@@ -382,7 +394,7 @@ class QueueState(QueueFields):
         """Return the first `count` open batches whose record is before log position `bound`.
         An open batch has an unsettled message."""
         found = {batch for batch in self.released.values() if batch.left and batch.name < bound}
-        found.update(takewhile(lambda batch: batch.name < bound, self.in_flight.values()))
+        found.update(takewhile(lambda batch: 0 <= batch.name < bound, self.in_flight.values()))
         if self.fifo is not None and self.fifo.left and self.fifo.name < bound:
             found.add(self.fifo)
         return sorted(found, key=lambda batch: batch.name)[:count]

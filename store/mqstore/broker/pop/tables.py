@@ -7,6 +7,7 @@ is then marked `gone` for threads that waited for its lock.
 from __future__ import annotations
 
 import logging
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count
@@ -16,7 +17,8 @@ from mqstore.broker.context import Parts
 from mqstore.broker.filters.filter import Filter
 from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.batch import Batch
-from mqstore.broker.pop.log import ACK, LOCAL, POP, PopLog
+from mqstore.broker.pop.journal import ENTRY, PopJournal, entry_bytes
+from mqstore.broker.pop.log import ACK, LOCAL, POP, PopLog, pop_body, settled_body
 from mqstore.broker.pop.orderinfo import OrderInfo, OrderInfoTable, record_of
 from mqstore.broker.pop.request import Delivery
 from mqstore.broker.pop.skips import wanted
@@ -48,6 +50,28 @@ _LOOKS = 16
 class PopFields:
     """Base of `PopTables`."""
 
+    noting: Lock
+    journal_map: mmap.mmap | None
+    journal_end: int
+
+    def note_entry(self, position: int, body: bytes) -> int:
+        """Append an entry to the journal (`journal.py`). Return its name, or 0 if it is closed, or full and now closed.
+        Compiled, no other thread runs meanwhile, so the lock is not needed."""
+        with self.noting:
+            at, journal = self.journal_end, self.journal_map
+            if journal is None or not at:
+                return 0
+            begin, end = at + ENTRY.size, at + entry_bytes(len(body))
+            if end + 8 > len(journal):
+                self.journal_end = 0
+                return 0
+            ENTRY.pack_into(journal, at, 0, position)
+            journal[begin : begin + len(body)] = body
+            journal[end : end + 8] = bytes(8)
+            journal[at : at + 8] = ENTRY.pack(len(body), 0)[:8]  # last: until then the entry is the end
+            self.journal_end = end
+            return -at
+
 
 if not TYPE_CHECKING and kernel is not None:
     PopFields = kernel.PopFields
@@ -75,6 +99,10 @@ class PopTables(PopFields):
     """Callback for a queue whose last FIFO batch is settled. Called without its lock."""
     _batch: type[Batch]
     _delivery: type[tuple[Any, ...]]
+    journal_map: mmap.mmap | None
+    """Mapping of the journal, while it has a file."""
+    journal_end: int
+    """End of the journal's entries. 0 while it is closed."""
 
     if TYPE_CHECKING:
 
@@ -123,8 +151,9 @@ class PopTables(PopFields):
         self._serials = count()
         self._promised_ms: int | None = None
         """Time of the housekeeper's next run. None if it only runs when woken."""
-        self._tip = None
-        self._order_changes = 0
+        self.noting = Lock()
+        self._tip = self.journal_map = None
+        self._order_changes = self.journal_end = 0
         pop, ack = self.log.ways.get(POP), self.log.ways.get(ACK)
         if pop is not None and ack is not None:
             self._tip, self._queue, self._pop_tail, self._max_body = pop
@@ -134,6 +163,7 @@ class PopTables(PopFields):
             self._offsets = self.offsets
             self._freed = self.wake_if_free
             self._batch, self._delivery = Batch, Delivery
+        self.journal = PopJournal(self, wake, wanted=self._tip is not None)
 
     # -- states -----------------------------------------------------------------------------------------------------
 
@@ -147,7 +177,7 @@ class PopTables(PopFields):
         committed = self.offsets.committed(state.key)
         if committed is None:
             committed = self.reads.first_position(state.key, start)
-        state.cursor = state.committed = state.written = committed
+        state.cursor = state.committed = state.written = state.logged = committed
         state.drop_ahead()
 
     def drop(self, concerned: Callable[[QueueKey], bool]) -> None:
@@ -307,11 +337,37 @@ class PopTables(PopFields):
         *,
         local: bool,
         more: str = "",
+        noted: bool = False,
     ) -> Batch:
-        """Append a batch of the queue to the pop log. `more`: members of its record that make it a FIFO one."""
+        """Append a batch of the queue to the pop log. `more`: members of its record that make it a FIFO one.
+        `noted`: to the journal instead, if it is open."""
         more += LOCAL if local else ""
-        name = self.log.put_pop(state.head, offsets, pop_time_ms, invisible_ms, cursor, more)
+        record = state.head, offsets, pop_time_ms, invisible_ms, cursor, more
+        name = self._noted(state, pop_body(*record)) if noted else 0
+        if not name:
+            self.journal.fold(state)  # first, because the batches in flight have the order of their names
+            name = self.log.put_pop(*record)
+            state.logged = cursor
         return Batch(name, offsets, pop_time_ms, invisible_ms, local)
+
+    def log_settled(self, state: QueueState, kind: str, batch: Batch, offsets: Sequence[int]) -> None:
+        """Append `ACK`, `REVIVE` or `GIVE` for some offsets of one batch of the queue, in short form if possible."""
+        if kind != ACK or not batch.local or not self._noted(state, settled_body(batch.name, offsets)):
+            self.log.put_settled(kind, self.name_of(state, batch), offsets)
+        elif batch.name >= 0:
+            state.acks.update(dict.fromkeys(offsets, batch.name))
+
+    def name_of(self, state: QueueState, batch: Batch) -> int:
+        """Return the position of the batch in the pop log, to which it is appended if only the journal has it."""
+        if batch.name < 0:
+            self.journal.fold(state)
+        return batch.name
+
+    def _noted(self, state: QueueState, body: bytes) -> int:
+        if not self.journal_end or self.store.wakeups.log.failed is not None:
+            return 0
+        state.noted = True  # first, because a thread that folds all passes over the others
+        return self.note_entry(self._queue.next_offset, body)
 
     # -- messages ---------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,8 @@
     settle, to release: rel record, then popped again first         then rev record, then settled
     change   chg record, then visible at another time
 
-Each record is appended under the queue's lock before memory changes (delivery#pop-state). After a crash between copy
+Each record is appended under the queue's lock before memory changes (delivery#pop-state). For receivers in this process
+those of pops and acknowledgements are appended to the journal instead (`journal.py`). After a crash between copy
 and `rev` the message is copied once more. Nothing else happens twice, and nothing is lost.
 """
 
@@ -81,11 +82,12 @@ class UnorderedQueues:
     ) -> None:
         now_ms, invisible_ms = self._tables.clock.now_ms(), request.invisible_ms
         visible_ms = now_ms + invisible_ms
-        last_ms = state.reset_ms
+        last_ms, noted = state.reset_ms, request.local
         if state.released:
             messages.sort(key=_offset)
             for message in messages:
                 if message.offset in state.released:
+                    noted = False  # the log has it as released
                     last_ms = max(last_ms, state.released[message.offset].times(message.offset)[0])
         pop_time_ms = now_ms
         if last_ms >= now_ms:
@@ -94,7 +96,9 @@ class UnorderedQueues:
         count = len(messages)
         start = messages[0].offset
         offsets = (start,) if count == 1 else [message.offset for message in messages]
-        batch = self._tables.log_batch(state, offsets, pop_time_ms, invisible_ms, state.cursor, local=request.local)
+        batch = self._tables.log_batch(
+            *(state, offsets, pop_time_ms, invisible_ms, state.cursor), local=request.local, noted=noted
+        )
         state.add(batch, offsets)
         state.pops += 1
         state.popped += count
@@ -156,7 +160,7 @@ class UnorderedQueues:
             else:
                 found.setdefault(batch, []).append(claim.offset)
         for batch, offsets in found.items():
-            self._log.put_settled(kind, batch.name, offsets)
+            self._tables.log_settled(state, kind, batch, offsets)
             if kind == GIVE:
                 state.release(batch, offsets)
             else:
@@ -184,9 +188,8 @@ class UnorderedQueues:
         pop_time_ms = claim.pop_time_ms if renew else pop_time(now_ms, claim.pop_time_ms)
         # Negative if the clock was set back, so that the pop time is ahead of it.
         invisible_ms = now_ms + invisible_ms - pop_time_ms
-        self._log.put_change(
-            batch.name, claim.offset, pop_time_ms, invisible_ms, failed=failed, given=given, error=error
-        )
+        name = self._tables.name_of(state, batch)
+        self._log.put_change(name, claim.offset, pop_time_ms, invisible_ms, failed=failed, given=given, error=error)
         state.change(batch, claim.offset, pop_time_ms, invisible_ms)
         batch.note_failed(claim.offset, failed, given=given)
         if failed or given:
@@ -221,7 +224,7 @@ class UnorderedQueues:
 
     def _settle(self, state: QueueState, kind: str, batch: Batch, offsets: Sequence[int]) -> None:
         # Logged before memory changes, so that a replay of the log always makes the same.
-        self._log.put_settled(kind, batch.name, offsets)
+        self._tables.log_settled(state, kind, batch, offsets)
         state.settle(batch, offsets)
         self._tables.commit(state)
 
@@ -309,7 +312,7 @@ class UnorderedQueues:
                 self._settle(state, REVIVE, batch, offsets)
                 state.note_revived(offsets)
             for batch, offsets in stay.items():
-                self._log.put_settled(GIVE, batch.name, offsets)
+                self._tables.log_settled(state, GIVE, batch, offsets)
                 state.release(batch, offsets)
                 self._tables.waiters.wake_one(*state.key)
 
