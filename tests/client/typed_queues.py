@@ -31,6 +31,15 @@ def takes_any(queue: mqstore.Queue, task: mqstore.Task, codec: mqstore.Codec) ->
     """Annotations without a type stay right."""
 
 
+def handle(task: mqstore.Task[Job]) -> None: ...
+
+
+def handle_text(task: mqstore.Task[str]) -> None: ...
+
+
+async def handle_on_a_loop(task: mqstore.aio.Task[Job]) -> None: ...
+
+
 def use(store: mqstore.Store) -> None:
     jobs = store.queue("jobs", codec=JOBS, visibility=30)
     assert_type(jobs, mqstore.Queue[Job])
@@ -48,6 +57,12 @@ def use(store: mqstore.Store) -> None:
     jobs.put("a")  # type: ignore[arg-type]
     jobs.put_many(["a"])  # type: ignore[list-item]
     takes_any(jobs, task, JOBS)
+    for item in jobs.items("ready"):
+        assert_type(item.value, Job)
+    assert_type(jobs.peek(3)[0].value.url, str)
+    assert_type(mqstore.get_any([jobs, store.queue("own", codec=JOBS)]), mqstore.Task[Job])
+    jobs.run(handle, rate="10/s", rate_per=lambda job: job.url)
+    jobs.run(handle_text)  # type: ignore[arg-type]
 
     assert_type(store.queue("own", codec=Jobs()), mqstore.Queue[Job])
     assert_type(store.queue("any", codec=mqstore.JSON), mqstore.Queue[Any])
@@ -76,6 +91,12 @@ async def use_on_a_loop() -> None:
         await jobs.put(Job("a"))
         await jobs.put_many([Job("a")])
         await jobs.put("a")  # type: ignore[arg-type]
+        # To pyright the results of methods that `mqstore.aio` makes of synchronous ones have values of any type.
+        async for item in jobs.items():
+            assert_type(item.attempt, int)
+        assert (await jobs.peek())[0].value.url
+        assert_type(await mqstore.aio.get_any([jobs]), mqstore.aio.Task[Job])
+        await jobs.run(handle_on_a_loop, rate_per=lambda job: job.url)
         assert_type(await store.queue("bytes"), mqstore.aio.Queue[bytes])
         async with mqstore.aio.connect("127.0.0.1:9876") as served:
             assert_type(await served.queue("jobs", codec=JOBS), mqstore.aio.Queue[Job])
