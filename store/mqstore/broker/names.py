@@ -214,7 +214,7 @@ def unique_word(name: object) -> str:
 
 
 def queue_topic(name: object) -> str:
-    """Return the name of the topic, and group, of the queue `name`.
+    """Return the name of the topic, and group, of the queue `name` (format#queue-names).
 
     A name that a topic can have is kept. In any other name each byte of UTF-8 becomes `|` and two hexadecimal digits,
     except letters of ASCII, digits, `_` and `-`. RocketMQ allows `|` in names, and applications here cannot use it
