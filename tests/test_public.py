@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from importlib import metadata
 
+import mqstore
+import mqstore.aio
 from mqstore.broker.broker import Broker
 from tests.pages import ROOT
 
@@ -46,3 +49,15 @@ def test_each_public_name_is_on_a_page() -> None:
     words = {word for page in pages for word in re.findall(r"\w+", page.read_text())}
 
     assert [name for name in _public() if name.rpartition(".")[2] not in words] == []
+
+
+def test_completion_shows_the_public_names_only() -> None:
+    for module in (mqstore, mqstore.aio):
+        shown = set(dir(module))
+        assert shown - {"admin", "aio", "engine", "errors", "testing"} == set(module.__all__)
+        assert [name for name in shown if not hasattr(module, name)] == []
+    assert not hasattr(mqstore, "nothing")
+
+
+def test_version_is_that_of_the_package() -> None:
+    assert mqstore.__version__ == metadata.version("mqstore")
