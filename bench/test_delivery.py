@@ -68,10 +68,43 @@ def queue_get(
 QUEUE_GET = Side("mqstore Queue", queue_get)
 
 
+@contextmanager
+def queue_all(directory: Path, load: Load, *, priorities: int) -> Iterator[Work]:
+    """Put, get and acknowledge, with the items spread over this many priorities. 0: without any."""
+    with mqstore.open(directory / "store") as store:
+        queue, bodies = store.queue(load.topic), load.bodies()
+        queue.put(b"", priority=min(1, priorities))  # creating segment and queues belongs to the first item
+        queue.get().ack()
+        options: list[dict[str, int]] = [{"priority": number} for number in range(priorities)] or [{}]
+
+        def work() -> int:
+            put, taken_bytes = queue.put, 0
+            for number, body in enumerate(bodies):
+                put(body, **options[number % len(options)])
+            for _ in range(load.messages):
+                task = queue.get()
+                taken_bytes += len(task.value)
+                task.ack()
+            assert taken_bytes == load.messages * load.body_bytes
+            return load.messages
+
+        yield work
+
+
+QUEUE_ALL = Side("mqstore Queue, put and get", partial(queue_all, priorities=0))
+
+
 def test_queue_put(ask: Ask) -> None:
     """`queue.put`, one item at a time."""
     beside = {PUT: 0.667, peers.QUEUELIB: None, peers.SQLITE_PUT: None, peers.MEMORY_PUT: None}
     ask(Side("mqstore Queue", queue_put), Load(128, 100_000), beside)
+
+
+@CPU
+def test_queue_priorities(ask: Ask) -> None:
+    """The time of put, get and ack of items that are spread over ten priorities."""
+    ours = Side("mqstore Queue, ten priorities", partial(queue_all, priorities=10))
+    ask(ours, Load(128, 20_000), {QUEUE_ALL: 1.3}, by="time")
 
 
 @pytest.mark.parametrize("body", [128, 1024])

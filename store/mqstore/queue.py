@@ -203,6 +203,9 @@ class Queue(QueueItems[T]):
                 receipt = self._put(body, options)
         elif not options:  # inline `_put`: one call less
             return self._broker.put(self._topic, body, queue_id=0)
+        elif len(options) == 1 and (priority := options.get("priority")):  # likewise
+            queue_id = queue_of(self._broker, self._topic, priority, ordered=self._ordered)
+            return self._broker.put(self._topic, body, queue_id=queue_id)
         else:
             receipt = self._put(body, options)
         self._note_delay(receipt)

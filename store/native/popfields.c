@@ -139,6 +139,33 @@ bool is_whole(PyObject *object)
            PyTuple_GET_SIZE(state->key) == 3;
 }
 
+/* first_ready(ranks, at) -> index, from `at` on, of the first of these (mark, state, end of the queue) whose queue may have a
+   message, or -1. */
+PyObject *native_first_ready(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!has_arguments("first_ready", nargs, 2))
+        return NULL;
+    Py_ssize_t at = PyLong_AsSsize_t(args[1]);
+    if (at < 0 || !PyList_CheckExact(args[0])) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "a list and an index are expected");
+        return NULL;
+    }
+    for (; at < PyList_GET_SIZE(args[0]); at++) {
+        PyObject *rank = PyList_GET_ITEM(args[0], at);
+        if (!PyTuple_Check(rank) || PyTuple_GET_SIZE(rank) != 3 || !is_whole(PyTuple_GET_ITEM(rank, 1)) ||
+            !PyObject_TypeCheck(PyTuple_GET_ITEM(rank, 2), &QueueTailType)) {
+            PyErr_SetString(PyExc_TypeError, "a rank is a mark, a state and the end of a queue");
+            return NULL;
+        }
+        const QueueFields *state = (const QueueFields *)PyTuple_GET_ITEM(rank, 1);
+        if (((const QueueTail *)PyTuple_GET_ITEM(rank, 2))->next_offset > state->cursor || state->cursor < 0 ||
+            PyDict_GET_SIZE(state->released))
+            break;
+    }
+    return PyLong_FromSsize_t(at < PyList_GET_SIZE(args[0]) ? at : -1);
+}
+
 int try_lock(QueueFields *state)
 {
     PyObject *args[] = {state->lock, Py_False};

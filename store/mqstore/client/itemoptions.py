@@ -57,7 +57,7 @@ def put_item(
 ) -> SendReceipt:
     """Put an encoded item. Raises the errors of `send_options`, `queue_of` and `put`."""
     priority, unique, unique_for = given.get("priority"), given.get("unique"), given.get("unique_for")
-    options: SendOptions = {} if priority is not None and len(given) == 1 else send_options(broker, queue, given)
+    options = send_options(broker, queue, given)
     queue_id = queue_of(broker, queue, priority, ordered=ordered)
     if unique is not None:
         return broker.items.put(queue, queue, body, unique, unique_for=unique_for, queue_id=queue_id, **options)

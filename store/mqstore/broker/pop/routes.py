@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -97,13 +97,15 @@ class Routes:
         known[group, topic] = route
         return route
 
-    def ready(self, ranks: Sequence[Rank]) -> Iterator[Rank]:
+    def ready(self, ranks: list[Rank]) -> Iterator[Rank]:
         """Yield the queues that may have a message. The others need no lock."""
-        resets = self._tables.offsets.resets
-        for rank in ranks:
-            _, state, tail = rank
-            if tail.next_offset > state.cursor or state.released or state.cursor < 0 or resets:
-                yield rank
+        if self._tables.offsets.resets:
+            yield from ranks
+            return
+        at = first_ready(ranks, 0)
+        while at >= 0:
+            yield ranks[at]
+            at = first_ready(ranks, at + 1)
 
     def retry_topics(self, group: str, topic: str) -> list[tuple[int, str]]:
         """Return (mark, name) of the topics that may hold copies of popped messages, existing or not.
@@ -133,6 +135,18 @@ class Routes:
         self._topics.on_change.remove(self._topic_changed)
         self._groups.on_change.remove(self._group_changed)
         self._topics.in_order.remove(self._in_order)
+
+
+def _first_ready(ranks: list[Rank], at: int) -> int:
+    """Return the index, from `at` on, of the first queue that may have a message, or -1."""
+    for i in range(at, len(ranks)):
+        _, state, tail = ranks[i]
+        if tail.next_offset > state.cursor or state.cursor < 0 or state.released:
+            return i
+    return -1
+
+
+first_ready: Callable[[list[Rank], int], int] = _first_ready if kernel is None else kernel.first_ready
 
 
 def _by_priority(ranks: list[Rank]) -> list[Rank]:

@@ -41,7 +41,7 @@ from mqstore.broker.pop.orderinfo import ERROR_CHARS, check_order_info
 from mqstore.broker.pop.receipts import Claim, claim_of, expired
 from mqstore.broker.pop.replay import Replay, count_begun
 from mqstore.broker.pop.request import Delivery, Pending, PopRequest
-from mqstore.broker.pop.routes import Routes
+from mqstore.broker.pop.routes import Routes, first_ready
 from mqstore.broker.pop.state import MAX_BATCH, QueueState
 from mqstore.broker.pop.tables import DeadLetter, PopTables
 from mqstore.broker.pop.unordered import UnorderedQueues
@@ -143,10 +143,10 @@ class PopService(BackgroundService):
         if route is None or not route.at_once or not _MIN_INVISIBLE_MS <= invisible_ms <= _MAX_INVISIBLE_MS:
             return []
         if route.ranks is not None and not order:
-            first = next(self._routes.ready(route.ranks[0]), None)
-            if first is None:
+            at = first_ready(ranks := route.ranks[0], 0)
+            if at < 0:
                 return []
-            state = first.state
+            state = ranks[at].state
         else:
             state = route.queues[int(self._rng() * 100) % len(route.queues) if route.has_choice else 0]
         found = self.tables.deliver(state, n, invisible_ms, topic, True, order)
