@@ -45,17 +45,19 @@ class TimerQueries(Roller):
         return self._units.waiting.total() + not_in_the_wheel_yet
 
     def waiting_for(self, topic: str) -> int:
-        """Return the number of messages that wait for a topic. A cancelled one does not count.
+        """Return the number of messages that wait for a topic. A cancelled one does not count. Never waits.
         For a second or less after opening, one that is due then may be missing."""
-        kinds = [TIMER_DEL_UNIQKEY in each.stored_properties() for each in self._new() if waits_for(each, {topic})]
-        topic_hash, units = java_hash(topic), self._units
-        cancels = (units.cancels[topic_hash] + sum(kinds)) // self._messages.cancellations
-        return max(0, units.waiting[topic_hash] + kinds.count(False) - cancels)
+        units, topic_hash = self._units, java_hash(topic)
+        at = -1
+        while at != self._queue_offset:  # again if a message got its unit meanwhile
+            at, waiting, cancels = self._queue_offset, units.waiting[topic_hash], units.cancels[topic_hash]
+        kinds = [TIMER_DEL_UNIQKEY in each.stored_properties() for each in self._new(at) if waits_for(each, {topic})]
+        return max(0, waiting + kinds.count(False) - (cancels + sum(kinds)) // self._messages.cancellations)
 
-    def _new(self) -> Iterator[Message]:
-        """Yield the messages that have no unit yet."""
+    def _new(self, begin: int) -> Iterator[Message]:
+        """Yield the messages from `begin` on, the first one without a unit."""
         low, high = self._store.offsets_or_none(TIMER_TOPIC, 0) or (0, 0)
-        return messages_of(self._store, TIMER_TOPIC, max(low, self._queue_offset), high)
+        return messages_of(self._store, TIMER_TOPIC, max(low, begin), high)
 
     def page(self, topics: Collection[str], begin: int, count: int) -> tuple[list[Message], int | None]:
         """Return about `count` messages that wait for one of `topics`, with records from physical offset `begin` on,
@@ -77,7 +79,7 @@ class TimerQueries(Roller):
                 with suppress(LookupError):  # it is lost, which its delivery reports
                     if waits_for(message := self._store.at(physical), topics):
                         yield message
-        for message in self._new():
+        for message in self._new(self._queue_offset):
             cancels = TIMER_DEL_UNIQKEY in message.stored_properties()
             if message.physical_offset >= begin and not cancels and waits_for(message, topics):
                 yield message
