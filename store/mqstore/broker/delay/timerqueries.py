@@ -64,10 +64,11 @@ class TimerQueries(Roller):
         and where the next page begins. Cancelled ones are left out."""
         found: list[Message] = []
         with self._lock:
+            cancels = self._has_cancels(topics)
             for looked, message in enumerate(self._waiting(topics, begin)):
                 if looked == count:
                     return found, message.physical_offset
-                if not is_cancelled(self._store, message):
+                if not (cancels and is_cancelled(self._store, message)):
                     found.append(message)
         return found, None
 
@@ -84,6 +85,12 @@ class TimerQueries(Roller):
             if message.physical_offset >= begin and not cancels and waits_for(message, topics):
                 yield message
 
+    def _has_cancels(self, topics: Collection[str]) -> bool:
+        """Return True if one of the messages for `topics` may be cancelled: a look for each would cost more than it."""
+        new = self._new(self._queue_offset)
+        units = any(self._units.cancels[java_hash(topic)] for topic in topics)
+        return units or any(TIMER_DEL_UNIQKEY in each.stored_properties() for each in new)
+
     def waits(self, message: Message) -> bool:
         """Return True if a message of the timer topic will be delivered."""
         with self._lock:
@@ -98,10 +105,14 @@ class TimerQueries(Roller):
         Only those with records before the physical offset that `begin` returns. It is called when nothing is delivered
         any more until the end of this call. They are as durable as puts."""
         with self._lock:
-            stop, count = begin(), 0
+            stop, count, cancels = begin(), 0, self._has_cancels(topics)
             for message in self._waiting(topics, 0) if topics else ():
                 by_level = TIMER_DELAY_LEVEL in message.stored_properties()
-                if message.physical_offset < stop and not by_level and not is_cancelled(self._store, message):
+                if (
+                    message.physical_offset < stop
+                    and not by_level
+                    and not (cancels and is_cancelled(self._store, message))
+                ):
                     self._messages.cancel(_handle(message), message.born_timestamp_ms)
                     count += 1
             return count
