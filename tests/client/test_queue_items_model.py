@@ -25,6 +25,8 @@ class Model:
         self.bench, self.ordered = bench, ordered
         self.items: dict[int, tuple[str, int, float]] = {}
         self.next = 0
+        self.given: set[int] = set()
+        """Items that wait because they were given back with a delay."""
         self.open()
 
     def open(self) -> None:
@@ -52,7 +54,8 @@ class Model:
         assert shown == expected
         counts = Counter(state for state, *_ in self.items.values())
         assert self.queue.counts() == {state: counts[state] for state in STATES}
-        assert self.queue.qsize() == counts["ready"] + counts["leased"] + counts["retry"]
+        self.given = {number for number in self.given if self.items.get(number, ("",))[0] == "delayed"}
+        assert self.queue.qsize() == counts["ready"] + counts["leased"] + counts["retry"] + len(self.given)
         for state in STATES:
             assert {item.value for item in self.queue.items(state)} == {
                 number for number, each in self.items.items() if each[0] == state
@@ -88,7 +91,7 @@ class Model:
         number, task = rng.choice(sorted(self.tasks.items()))
         del self.tasks[number]
         _, deliveries, _ = self.items[number]
-        verb = rng.choice(["ack", "nack", "reject", "release"])
+        verb = rng.choice(["ack", "nack", "reject", "release", "later"])
         if verb == "ack":
             task.ack()
             del self.items[number]
@@ -99,9 +102,14 @@ class Model:
         elif verb == "reject":
             task.reject("no")
             self.items[number] = "dead", deliveries, 0
-        else:
-            task._release()
+        elif verb == "release":
+            task.release()
             self.items[number] = "ready", deliveries - 1, 0
+        else:
+            delay = rng.choice([5, 100, 4000])
+            task.release(delay=delay)
+            self.given.add(number)
+            self.items[number] = "delayed", deliveries - 1, self.now + delay
 
     def purge(self, rng: random.Random) -> None:
         state = rng.choice([None, *STATES])

@@ -94,8 +94,9 @@ class QueueItems(Generic[T]):
         return list(islice(self._items(None, n), n))
 
     def counts(self) -> dict[State, int]:
-        """Return the number of items in each state, from counters. `qsize()` is that of ready, leased and retry,
-        and of those given back for later. A delayed item that was cancelled does not count."""
+        """Return the number of items in each state, from counters. `qsize()` is that of ready, leased and retry, and
+        of those that were given back with a delay.
+        A delayed item that was cancelled does not count."""
         self._broker.check_open()
         return self._broker.items.counts(self._topic, self._topic)
 

@@ -76,7 +76,9 @@ class Purging(Items):
             order = pops.order(state)
             standing = state.standing(order, now_ms)
             first = max(low, standing.next)
-            ready = max(0, end - first) if wanted in (None, "ready") else 0
+            ready = 0
+            if wanted in (None, "ready"):
+                ready = max(0, end - first) - sum(offset < end for offset in state.skips(first))
             known = {each: status_of(state, order, each, now_ms) for each in unsettled(state, order, low, end, wanted)}
             chosen = [o for o, status in known.items() if o < end and status and wanted in (None, status.state)]
             if standing.next <= end and (wanted is None or (ready and not standing.in_flight + standing.again)):
@@ -87,14 +89,13 @@ class Purging(Items):
                     f"{key.topic!r} is consumed in order, and item {standing.first} is not settled: the ready ones "
                     "after it can be purged only together with it, in all states"
                 )
+            claims, count = [], len(chosen) + ready
             if ready:
                 batch = pops.log_batch(state, [first], now_ms, 0, end, local=False)
                 state.add(batch, [first])
                 state.cursor = end
                 state.drop_ahead()
                 chosen.append(first)
-                ready -= 1
-            claims = []
             for offset in chosen:
                 if (given := state.released.get(offset)) is not None:
                     pops.log.put_settled(ACK, given.name, [offset])
@@ -104,4 +105,4 @@ class Purging(Items):
                     claims.append(Claim(offset, pop_time_ms, order is not None, 0, key.queue_id, ""))
             self._ways[order is not None].settle(state, claims)
             pops.commit(state)
-            return len(chosen) + ready
+            return count

@@ -257,8 +257,8 @@ class Items:
     # -- sources -----------------------------------------------------------------------------------------------------
 
     def _keys(self, group: str, topic: str) -> list[QueueKey]:
-        """Return the queues of the topic and its retry topics in which the group has started, retries first.
-        Queues of priorities are sorted, the highest first."""
+        """Return the queues of the topic and its retry topics in which the group has started, the highest priority
+        first, and then retries."""
         topics, offsets, known = self._tables.topics, self._tables.offsets, self._pops.states
         again = [each for each in sorted(retry_topics(group, topic)) if group in offsets.groups_of(each)]
         configs = [*map(topics.get, again), topics.require(topic)]
