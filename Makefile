@@ -17,6 +17,7 @@
 #   make test-connect  all tests of queues, producers and consumers behind a server (20 minutes)
 #   make crash   more crash images than `make test` tries, N=100000 of them, and a crash or error at every change
 #   make serve-faults  a server and its clients are killed N=20 times under load, and 5000 random frames for each
+#   make items   a queue with unique, cancelled, expiring and failing items is killed N=500 times
 #   make descriptors  stores in processes with few file descriptors: N=2000 cases (a few a second)
 #   make retention  every command and call that reads beside a writer that drops segments, N=20 rounds
 #   make interrupts  Ctrl-C at every point of every call, one after the other (half an hour)
@@ -56,7 +57,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-connect cover lint bench bench-compare spark spark-alone spark-bench delta interop conformance cluster crash descriptors retention shared hostile salvage stress interrupts sanitize arm64 wheel docs clean serve-faults
+.PHONY: help demo test test-connect cover lint bench bench-compare spark spark-alone spark-bench delta interop conformance cluster crash descriptors retention shared hostile salvage stress interrupts sanitize arm64 wheel docs clean serve-faults items
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -170,6 +171,10 @@ crash: $(VENV)/stamp-dev
 serve-faults: N = 20
 serve-faults: $(VENV)/stamp-dev
 	MQSTORE_CAMPAIGN_ROUNDS=$(N) MQSTORE_CAMPAIGN_FRAMES=$$((5000 * $(N))) $(BIN)/python -m pytest -q tests/serve/test_faults.py tests/remote/test_faults.py
+
+items: N = 500
+items: $(VENV)/stamp-dev
+	MQSTORE_CAMPAIGN_ROUNDS=$(N) $(BIN)/python -m pytest -q -n 2 --timeout 3600 tests/crash/test_items_kill.py
 
 descriptors: $(VENV)/stamp-dev
 	MQSTORE_CAMPAIGN_ROUNDS=$(N) $(BIN)/python -m pytest -q -n $(JOBS) tests/campaigns/test_descriptors.py

@@ -21,7 +21,7 @@ from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.retention import physical_of
 from mqstore.broker.router import DelayedReceipt, SendOptions
 from mqstore.layout.hosts import encode_host
-from mqstore.layout.properties import REAL_TOPIC, TIMER_OUT_MS
+from mqstore.layout.properties import REAL_TOPIC, TIMER_DEQUEUE_MS, TIMER_OUT_MS
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.writing.outgoing import Body, key_words
@@ -98,6 +98,8 @@ class NamedItems(Purging):
             for key in self._keys(group, topic):
                 state = self._pops.state(key)
                 for message in self._copies(unique_key, key):
+                    if message._stored_property(TIMER_DEQUEUE_MS) is not None:
+                        self._timers.persist()  # a kill would let the timer deliver it again
                     with state.lock:
                         if not self._pops.ready(state, None):
                             continue
