@@ -163,7 +163,7 @@ DAMAGE: dict[str, tuple[str, int, str, str]] = {
     "checkpoint": ("checkpoint", 75, "crc", "checksum"),
     "time of the checkpoint": ("checkpoint", 0, "crc", "impossible"),
     "index header": ("index", 36, "next_entry", "room"),
-    "index slot": ("index", 40, "", "no entry"),
+    "index slot": ("index", 40, "", "does not exist"),
     "index entry": ("index", 40 + 4 * SLOTS + 20 * 936 + 16, "previous_entry", "older"),
     "timer check": ("timercheck", 1060, "", "valid"),
     "json": ("json", 0, "", "JSON"),
@@ -183,6 +183,15 @@ def test_damaged_field_says_the_problem(store: Path, name: str) -> None:
     assert [each["name"] for each in bad["fields"] if each["problem"]][:1] == [field] * bool(field)
     assert f"problem: {bad['problem']}" in shown.stderr
     assert kind in ("checkpoint", "json", "timerlog") or any(not item["problem"] for item in found)
+
+
+def test_unit_that_points_nowhere_is_shown_alone(store: Path) -> None:
+    for bit in (7, 6):  # before the log, beyond it
+        flip(store / FILES["consumequeue"], 0, bit)
+        assert [item["title"] for item in items(store / FILES["consumequeue"], "--offset", 0, exit_code=bit // 7)] == [
+            "unit 0"
+        ]
+        flip(store / FILES["consumequeue"], 0, bit)
 
 
 def test_log_continues_after_damage_with_the_next_record(store: Path) -> None:

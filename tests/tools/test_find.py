@@ -8,6 +8,7 @@ import shutil
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 import mqstore as library
 from mqstore import SimulatedClock
+from tests.conftest import Golden
 from tests.log.support import flip_log, open_store
 from tests.tools.support import mqstore
 
@@ -255,3 +257,33 @@ def test_messages_of_the_engine_are_shown_under_their_topics(tmp_path: Path) -> 
         "%DLQ%billing",
         "RMQ_SYS_TRANS_HALF_TOPIC",
     }
+
+
+@pytest.mark.parametrize("words", [["--key", "k3"], ["--grep", "body 3$"], ["--topic", "orders", "--grep", "body 3$"]])
+def test_search_works_next_to_a_writer(tmp_path: Path, words: list[str]) -> None:
+    with library.open(tmp_path / "s") as store:
+        for n in range(5):
+            store.put("orders", b"body %d" % n, keys=f"k{n}", properties={"amount": str(n)})
+        store.flush()
+
+        result = mqstore("get", tmp_path / "s", *words, "--json", exit_code=0)
+
+    assert numbers(result.stdout) == [3]
+
+
+@pytest.mark.parametrize("name", ["clean", "crashed", "propcrc"])
+def test_stores_of_a_java_broker_are_searched(golden: Golden, name: str) -> None:
+    """By the broker's own index, and by the log, each message of its listing is found by a key and by its time."""
+    path = golden(name).path
+    exported = [json.loads(line) for line in mqstore("export", path).stdout.splitlines()]
+    keyed = [row for row in exported if row["keys"]][:20]
+    assert len(exported) > 2
+
+    for row in keyed:
+        found = mqstore("get", path, "--key", row["keys"].split()[0], "--limit", 999, "--json")
+        assert row in [json.loads(line) for line in found.stdout.splitlines()]
+    ms = exported[1]["store_timestamp_ms"]
+    until = [row for row in exported if row["store_timestamp_ms"] < ms]
+    stamp = datetime.fromtimestamp(ms // 1000, UTC) + timedelta(milliseconds=ms % 1000)
+    found = mqstore("export", path, "--until", stamp.isoformat())
+    assert [json.loads(line) for line in found.stdout.splitlines()] == until

@@ -1,6 +1,6 @@
 """Fields of a store's files with their bytes, also of damaged and of copied files.
 
-`FIELDS` has the fields of all binary formats. A file is cut into items: records, units, slots with their chains. An
+`_FIELDS` has the fields of all binary formats. A file is cut into items: records, units, slots with their chains. An
 item has a problem if its bytes cannot be right. Files are read by `pread`, never mapped, and in bounded pieces.
 """
 
@@ -37,10 +37,11 @@ from mqstore.layout.record import (
     PHYSICAL_OFFSET_AT,
     STORE_HOST_V6,
     SYS_FLAG_AT,
+    Checksum,
     check_record,
 )
 from mqstore.log.indexshape import shape_of_file
-from mqstore.log.manifest import stored
+from mqstore.log.manifest import Manifest, stored
 from mqstore.options import StoreConfig
 
 Item = dict[str, Any]
@@ -52,11 +53,12 @@ _MOST: Final = 64 << 20
 """Largest number of bytes read for one answer."""
 _JSON_FIELDS: Final = 16
 """Values of a JSON file for each item of the limit."""
+_CHECKSUMS: Final[tuple[Checksum, ...]] = ("crc32c-record", "crc32-body")
 _END: Final = 1 << 62
 _LEAST: Final = SYS_FLAG_AT + 4
 
 # Codes of `struct`. Unsigned numbers are shown in hex.
-FIELDS: Final = {
+_FIELDS: Final = {
     name: tuple((words.split()[0], words.split()[1]) for words in text.split(", "))
     for name, text in {
         "blank": "size i, magic I",
@@ -80,7 +82,7 @@ FIELDS: Final = {
     "record": tuple((name, "I" if name in ("magic", "checksum", "sys_flag") else code) for name, code in HEADER_FIELDS)
 }
 _ALIASES: Final = {"total_size": "size", "body": "body_size", "topic": "topic_size", "properties": "properties_size"}
-_MEMBER: Final = re.compile(rb'[\s,:]*("(?:[^"\\]|\\.)*"?|[{}\[\]]|[^\s{}\[\]:,"]+)')
+_MEMBER: Final = re.compile(rb'[\s,:]*+("[^"\\]*+(?:\\.[^"\\]*+)*+"?|[{}\[\]]|[^\s{}\[\]:,"]++)')
 
 
 class _File:
@@ -90,6 +92,9 @@ class _File:
         self.path, self.fd, self.size = path, fd, QUIET.size(fd)
         inside = (each for each in list(path.absolute().parents)[:4] if (each / "commitlog").is_dir())
         self.root = next(inside, None)
+        self.manifest: Manifest | None = None
+        with suppress(MQStoreError, OSError):
+            self.manifest = None if self.root is None else stored(self.root, StoreConfig(), QUIET)
 
     def read(self, at: int, size: int) -> bytes:
         return QUIET.pread(self.fd, max(0, min(size, self.size - at, _MOST)), at) if at < self.size else b""
@@ -121,7 +126,7 @@ def inspect_file(
         item["kind"] = kind
     places = [each["value"] for item in items for each in item["fields"] if each["name"] == "physical_offset"]
     if offset is not None and limit == 1 and file.root is not None and kind in ("consumequeue", "timerlog"):
-        with suppress(OffsetOutOfRangeError):
+        with suppress(MQStoreError, OSError):  # the unit may point anywhere
             items += inspect_file(file.root, offset=places[0], limit=1)["items"] if places else []
     return {"path": str(place), "kind": kind, "bytes": file.size, "items": items}
 
@@ -148,7 +153,7 @@ def _field(name: str, position: int, data: bytes, value: int | str | None = None
 def _fields(table: str, data: bytes, base: int, hosts: tuple[int, ...] = ()) -> list[Item]:
     """Return the fields of a table for the bytes that are at position `base`. Fields beyond their end are left out."""
     found, at, sizes = [], 0, iter(hosts)
-    for name, letter in FIELDS[table]:
+    for name, letter in _FIELDS[table]:
         code = f">{next(sizes)}s" if letter == "s" else f">{letter}"
         size = struct.calcsize(code)
         raw = data[at : at + size]
@@ -174,11 +179,8 @@ def _log(file: _File, offset: int | None) -> Iterator[Item]:
         raise OffsetOutOfRangeError(
             f"{file.path} has physical offsets {base} to {base + file.size - 1}", base, file.size
         )
-    kinds = ["crc32c-record", "crc32-body"]
-    with suppress(MQStoreError, OSError):
-        kinds = [stored(file.root, StoreConfig(), QUIET).checksum] if file.root is not None else kinds
     while at < file.size:
-        item, size = _record(file, at, base + at, kinds)
+        item, size = _record(file, at, base + at)
         claims = () if size else _claims(file, at + 1)
         after = next((place for place, claimed in claims if claimed == base + place), file.size)
         if not size and after == file.size and base + at != offset and not file.read(at, _LEAST).strip(b"\0"):
@@ -197,12 +199,13 @@ def _claims(file: _File, at: int) -> Iterator[tuple[int, int]]:
                 yield block + start, int.from_bytes(data[start + PHYSICAL_OFFSET_AT : start + SYS_FLAG_AT])
 
 
-def _record(file: _File, at: int, physical: int, kinds: list[Any]) -> tuple[Item, int]:
+def _record(file: _File, at: int, physical: int) -> tuple[Item, int]:
     """Return the record at a position, and its size, 0 if that cannot be believed."""
     title, left = f"record at {physical}", file.size - at
     size, magic = struct.unpack(">ii", file.read(at, BLANK_BYTES).ljust(BLANK_BYTES, b"\0"))
     data = file.read(at, size if _LEAST <= size <= left else 256)
-    checks = [check_record(data, 0, left, physical, kind) for kind in kinds]
+    checksums = _CHECKSUMS if file.manifest is None else (file.manifest.checksum,)
+    checks = [check_record(data, 0, left, physical, checksum) for checksum in checksums]
     check = next((each for each in checks if each.status != "bad"), checks[0])
     if size > _MOST:
         check = check._replace(detail=f"{size} bytes, of which at most {_MOST} are read", field="total_size")
@@ -215,6 +218,7 @@ def _record(file: _File, at: int, physical: int, kinds: list[Any]) -> tuple[Item
     hosts = tuple(IPV6_BYTES if flags & bit else IPV4_BYTES for bit in (BORN_HOST_V6, STORE_HOST_V6))
     fields = _fields("record", data, at, hosts)
     end, length = sum(each["size"] for each in fields), fields[-1]["value"]
+    parts: dict[str, tuple[bytes, int]] = {}
     for name, code in (("body", ""), ("topic", ">b" if magic == MAGIC_V1 else ">h"), ("properties", ">h")):
         if code and len(data) >= end + struct.calcsize(code):
             (length,) = struct.unpack_from(code, data, end)
@@ -222,14 +226,12 @@ def _record(file: _File, at: int, physical: int, kinds: list[Any]) -> tuple[Item
             end += struct.calcsize(code)
         if len(fields) < len(HEADER_FIELDS) or not 0 <= length <= len(data) - end:
             break
-        part = data[end : end + length]
+        part, parts[name] = data[end : end + length], (data[end : end + length], at + end)
         fields += _properties(part, at + end) if name == "properties" else [_field(name, at + end, part)]
-        if name == "topic" and part == POP_LOG_TOPIC.encode():
-            body = fields[-3]
-            start = body["position"] - at
-            fields += _members(data[start : start + body["size"]], body["position"], "body.")
         end += length
-    fields.sort(key=itemgetter("position"))  # values of a body after it
+    if parts.get("topic", (b"",))[0] == POP_LOG_TOPIC.encode():
+        fields += _members(*parts["body"], "body.")
+    fields.sort(key=itemgetter("position"))
     return _item(title, at, fields, check.detail, check.field), check.size
 
 
@@ -277,15 +279,13 @@ def _check_unit(_: _File, unit: Item, __: int, raw: bytes) -> str:
 
 
 def _check_timer_unit(file: _File, unit: Item, at: int, raw: bytes) -> str:
-    if int(unit["magic"], 16) - (1 << 32) == MAGIC_BLANK:  # the end of a segment
+    ends = int(unit["magic"], 16) - (1 << 32) == MAGIC_BLANK  # of a segment
+    if ends or (unit["size"] == len(raw) and not int(unit["crc"], 16)):  # a Java broker writes no checksum
         return ""
-    if unit["size"] == len(raw) and not int(unit["crc"], 16):  # of a Java broker, which has no checksum
-        return ""
-    try:
+    with suppress(TimerFilesDamaged):
         decode_unit((_start(file.path.name) or 0) + at, raw)
-    except TimerFilesDamaged:
-        return "its checksum is that of another place, or of other bytes"
-    return ""
+        return ""
+    return "its checksum is that of another place, or of other bytes"
 
 
 def _check_slot(_: _File, slot: Item, at: int, raw: bytes) -> str:
@@ -298,12 +298,11 @@ def _check_slot(_: _File, slot: Item, at: int, raw: bytes) -> str:
 
 def _index(file: _File, offset: int | None) -> Iterator[Item]:
     """Yield the header, then each used slot with its chain of entries."""
-    slots = 0
-    with suppress(MQStoreError, OSError):
-        slots = stored(file.root, StoreConfig(), QUIET).index_slots if file.root is not None else 0
-    shape = (slots, 0) if slots else shape_of_file(file.path, QUIET) or slots_entries_from_length(file.size)
+    shape = shape_of_file(file.path, QUIET) or slots_entries_from_length(file.size)
+    if file.manifest is not None:
+        shape = file.manifest.index_slots, file.manifest.index_entries
     header = _fields("header", file.read(0, HEADER_BYTES), 0)
-    if shape is None or len(header) < len(FIELDS["header"]):
+    if shape is None or len(header) < len(_FIELDS["header"]):
         yield _item("header", 0, header, f"{file.size} bytes, from which the number of slots cannot be known")
         return
     slots, used = shape[0], header[-1]["value"]
@@ -317,20 +316,20 @@ def _index(file: _File, offset: int | None) -> Iterator[Item]:
         number, newest = (slot["position"] - HEADER_BYTES) // SLOT_BYTES, slot["fields"][0]["value"]
         if number >= slots:
             return
-        yield slot if 0 <= newest <= most else {**slot, "problem": f"there is no entry {newest}"}
+        yield slot if 0 <= newest <= most else {**slot, "problem": f"entry {newest} does not exist"}
         before = most + 1
         while 0 < newest < before:
             at = table + ENTRY_BYTES * newest
             fields = _fields("entry", file.read(at, ENTRY_BYTES), at)
-            if len(fields) < len(FIELDS["entry"]):
+            if len(fields) < len(_FIELDS["entry"]):
                 break
             key_hash, previous = fields[0]["value"], fields[-1]["value"]
-            why = (
-                "" if key_hash >= 0 and key_hash % slots == number else f"its key belongs to another slot than {number}"
-            )
-            why = why or ("" if 0 <= previous < newest else "previous_entry is not an older entry")
-            wrong = "key_hash" if "key" in why else "previous_entry"
-            yield _item(f"entry {newest} of slot {number}", at, fields, why, wrong)
+            faults = {
+                "key_hash": "" if key_hash >= 0 and key_hash % slots == number else "its key belongs to another slot",
+                "previous_entry": "" if 0 <= previous < newest else "previous_entry is not an older entry",
+            }
+            wrong = next((name for name, why in faults.items() if why), "")
+            yield _item(f"entry {newest} of slot {number}", at, fields, faults.get(wrong, ""), wrong)
             before, newest = newest, previous
 
 
@@ -370,10 +369,8 @@ def _members(data: bytes, base: int = 0, prefix: str = "") -> Iterator[Item]:
     at = 0
     while len(path) <= 64 and (token := _MEMBER.match(data, at)) is not None:
         start, at, word = token.start(1), token.end(), token.group(1)
-        if path and isinstance(path[-1], int) and b"," in data[token.start() : start]:
-            path[-1] += 1
-        elif path and not isinstance(path[-1], int) and b"," in data[token.start() : start]:
-            path[-1] = None
+        if path and b"," in data[token.start() : start]:
+            path[-1] = path[-1] + 1 if isinstance(path[-1], int) else None
         if word in b"}]":
             del path[-1:]
         elif path and path[-1] is None and word[:1] == b'"':
