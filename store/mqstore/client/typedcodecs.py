@@ -18,22 +18,15 @@ from functools import cached_property, partial
 from importlib import import_module
 from operator import attrgetter
 from types import NoneType, UnionType
-from typing import Any, Generic, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, Union, get_args, get_origin, get_type_hints
 from uuid import UUID
 
 from mqstore.client.codecs import JSON, Codec, T
 from mqstore.errors import ConfigError, FormatError, InvalidMessageError, MQStoreError
 
 Step = Callable[[Any], Any]
-
-
-class _Steps(NamedTuple):
-    """Steps to store and to read the values of a type."""
-
-    put: dict[type, Step]
-    """By type in Python."""
-    take: dict[type, Step]
-    """By type in JSON."""
+_Steps = tuple[dict[type, Step], dict[type, Step]]
+"""Steps to store the values of a type, by type in Python, and to read them, by type in JSON."""
 
 
 def _same(value: Any) -> Any:
@@ -92,11 +85,11 @@ def _steps(hint: Any, where: str, known: dict[type, _Steps]) -> _Steps:
     inner = f"{where}[]"
     if hint in _SIMPLE:
         put, take, stored = _SIMPLE[hint]
-        return _Steps({hint: put}, {stored: take})
+        return {hint: put}, {stored: take}
     if hint is Any:
-        return _Steps({object: _same}, {object: _same})
+        return {object: _same}, {object: _same}
     if origin in (Union, UnionType):
-        both = _Steps({}, {})
+        both: _Steps = ({}, {})
         for member in (_steps(arg, where, known) for arg in args):
             for table, more in zip(both, member, strict=True):
                 if twice := table.keys() & more.keys():
@@ -106,11 +99,11 @@ def _steps(hint: Any, where: str, known: dict[type, _Steps]) -> _Steps:
         return both
     if origin in (list, set, frozenset) or (origin is tuple and (not args or args[1:] == (...,))):
         put, take = (_through(inner, each) for each in _steps(args[0] if args else Any, inner, known))
-        return _Steps({origin: lambda value: [*map(put, value)]}, {list: lambda value: origin(map(take, value))})
+        return {origin: lambda value: [*map(put, value)]}, {list: lambda value: origin(map(take, value))}
     if origin is dict and (not args or args[0] is str):
         put, take = (_through(inner, each) for each in _steps(args[1] if args else Any, inner, known))
         name = _through(f"a key of {where}", {str: _same})
-        return _Steps(
+        return (
             {dict: lambda value: {name(key): put(each) for key, each in value.items()}},
             {dict: lambda value: {key: take(each) for key, each in value.items()}},
         )
@@ -119,7 +112,7 @@ def _steps(hint: Any, where: str, known: dict[type, _Steps]) -> _Steps:
         one = {value: value for value in values}.__getitem__ if args else hint
         table = {type(value): one for value in values}
         if table.keys() <= {bool, int, str, NoneType}:
-            return _Steps(table if args else {hint: attrgetter("value")}, table)
+            return table if args else {hint: attrgetter("value")}, table
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return known[hint] if hint in known else _dataclass(hint, known)
     raise ConfigError(
@@ -139,7 +132,7 @@ def _dataclass(cls: Any, known: dict[type, _Steps]) -> _Steps:
     def take(found: dict[str, Any]) -> Any:
         return cls(**{name: each(found[name]) for name, (_, each) in fields.items() if name in found})
 
-    known[cls] = _Steps({cls: put}, {dict: take})
+    known[cls] = {cls: put}, {dict: take}
     try:
         hints = get_type_hints(cls, localns={cls.__name__: cls})
         for field in dataclasses.fields(cls):
