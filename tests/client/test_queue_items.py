@@ -100,3 +100,21 @@ def test_purge_removes_one_state_or_all(doors: Doors, state: Any, purged: int, l
     expected = [value for state in names for value in names[state] if left[state]]
     assert sorted(doors.values(queue)) == sorted(["after", *expected])
     assert queue.join(0)
+
+
+@pytest.mark.parametrize("act", ["crash", "restart"])
+def test_purged_items_do_not_come_back(doors: Doors, act: str) -> None:
+    """Story: the timer saves its progress once a second, so after a kill it delivered an item that was purged again."""
+    queue, _ = filled(doors)
+    queue.put("due", delay=5)
+    doors.advance(5)
+    assert queue.counts()["ready"] == 3
+
+    assert queue.purge() == 6
+    queue.put("after")
+    getattr(doors, act)()
+
+    queue = doors.queue(codec=mqstore.JSON)
+    doors.advance(120)
+    assert doors.values(queue) == ["after"]
+    assert queue.counts() == counts(dead=1)

@@ -62,6 +62,7 @@ class Purging(Items):
         with self._pops.moving:
             count = self._timers.cancel_all(self._waiting_names(group, topic, state), begin)
             count += sum(self._purge(key, end, state) for key, end in ends.items())
+        self._timers.persist()  # a kill would let the timer deliver again messages that were delivered and purged
         if self._parts.store.durability == "flush":
             self._parts.store.flush()
         return count
