@@ -290,6 +290,7 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "Queue.counts": lambda x: x.queue.counts(),
     "Queue.dead_letters": lambda x: x.queue.dead_letters,
     "Queue.empty": lambda x: x.queue.empty(),
+    "Queue.find": lambda x: x.queue.find("k"),
     "Queue.full": lambda x: x.queue.full(),
     "Queue.get": lambda x: x.queue.get(timeout=0.01),
     "Queue._get_at_once": lambda x: x.queue._get_at_once(),

@@ -44,7 +44,6 @@ from mqstore.client.waits import Wait, Waits
 from mqstore.contract import MAX_BATCH, BrokerContract, DeadLetters, Delivery, RetryPolicy, SendOptions
 from mqstore.errors import (
     ConfigError,
-    InvalidReceiptError,
     MQStoreError,
     QueueEmpty,
     QueueFull,
@@ -263,25 +262,6 @@ class Queue(QueueItems[T]):
     def put_nowait(self, item: T, **options: Unpack[ItemOptions]) -> SendReceipt:
         """Put an item as `put` does, but raise QueueFull instead of waiting."""
         return self.put(item, block=False, **options)
-
-    def cancel(self, item: SendReceipt | str) -> bool:
-        """Remove an item that nobody has: one that is ready, delayed, or waits for its next attempt.
-        `item` is the receipt of its put, or the receipt's `id`. Returns True if nobody will get the item, also after
-        `kill -9`. Returns False if it is leased, done or dead, or becomes ready at this very time. Raises
-        InvalidReceiptError for another value, and the errors of `put`."""
-        name = item if isinstance(item, str) else getattr(item, "id", None)
-        if not isinstance(name, str):
-            raise InvalidReceiptError(f"cancel takes the receipt of a put, or its id, not {item!r:.80}")
-        handle = getattr(item, "recall_handle", None)
-        done = handle is not None and self._broker.recall(handle)
-        done = done or self._broker.items.cancel(self._topic, self._topic, name)
-        if done:
-            with self._changed:
-                if self._coming is not None and self._coming[1] == name:
-                    self._coming = self._coming[0], ""
-                self._changed.notify_all()
-            self._call_waiting()
-        return done
 
     def put_many(self, items: Iterable[T], *, priority: int = 0) -> Sequence[SendReceipt]:
         """Store many items of a priority at once, which is far quicker than one by one, and return their receipts.

@@ -188,3 +188,15 @@ def test_compaction_of_the_log_keeps_what_is_cancelled(doors: Doors, ordered: bo
     doors.advance(61)
     queue = doors.queue(ordered=ordered)
     assert sorted(doors.values(queue)) == sorted([b"first", *(b"%d" % value for value in range(20) if value != 3)])
+
+
+@BOTH
+def test_cancelled_items_are_neither_listed_nor_purged(doors: Doors, ordered: bool) -> None:
+    queue = doors.queue(ordered=ordered)
+    receipts = queue.put_many([b"0", b"1", b"2", b"3"])
+    assert queue.cancel(receipts[0])
+    assert queue.cancel(receipts[2])
+    assert queue.counts()["ready"] == 2
+    assert [item.value for item in queue.peek(9)] == [b"1", b"3"]
+    assert queue.purge("ready") == 2
+    assert (queue.qsize(), doors.values(queue)) == (0, [])

@@ -9,6 +9,8 @@ from typing import Generic
 
 from mqstore.client.codecs import Codec, T
 from mqstore.contract import BrokerContract, Item, State
+from mqstore.errors import InvalidReceiptError
+from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.options import check_whole
 from mqstore.signalsafe import Condition
@@ -92,6 +94,30 @@ class QueueItems(Generic[T]):
         """Return the first `n` of `items()`: the oldest that are not done, leased ones included."""
         check_whole("n", n, 1)
         return list(islice(self._items(None, n), n))
+
+    def find(self, key: str) -> list[QueueItem[T]]:
+        """Return the items with this key that are not done, and the dead ones, with their states.
+        The cost does not grow with the items that are done."""
+        return [self._shown(item) for item in self._broker.items.by_key(self._topic, self._topic, key)]
+
+    def cancel(self, item: SendReceipt | QueueItem[T] | str) -> bool:
+        """Remove an item that nobody has: one that is ready, delayed, or waits for its next attempt.
+        `item` is the receipt of its put, an item of `find`, `peek` or `items`, or the `id` of either. Returns True if
+        nobody will get the item, also after `kill -9`. Returns False if it is leased, done or dead, or becomes ready at
+        this very time. Raises InvalidReceiptError for another value, and the errors of `put`."""
+        name = item if isinstance(item, str) else getattr(item, "id", None)
+        if not isinstance(name, str):
+            raise InvalidReceiptError(f"cancel takes the receipt of a put, an item, or its id, not {item!r:.80}")
+        handle = getattr(item, "recall_handle", None)
+        done = handle is not None and self._broker.recall(handle)
+        done = done or self._broker.items.cancel(self._topic, self._topic, name)
+        if done:
+            with self._changed:
+                if self._coming is not None and self._coming[1] == name:
+                    self._coming = self._coming[0], ""
+                self._changed.notify_all()
+            self._call_waiting()
+        return done
 
     def counts(self) -> dict[State, int]:
         """Return the number of items in each state, from counters. `qsize()` is that of ready, leased and retry, and

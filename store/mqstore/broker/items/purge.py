@@ -77,9 +77,8 @@ class Purging(Items):
             order = pops.order(state)
             standing = state.standing(order, now_ms)
             first = max(low, standing.next)
-            ready = 0
-            if wanted in (None, "ready"):
-                ready = max(0, end - first) - sum(offset < end for offset in state.skips(first))
+            skipped = sum(offset < end for offset in state.skips(first))
+            ready = max(0, end - first - skipped) if wanted in (None, "ready") else 0
             known = {each: status_of(state, order, each, now_ms) for each in unsettled(state, order, low, end, wanted)}
             chosen = [o for o, status in known.items() if o < end and status and wanted in (None, status.state)]
             if standing.next <= end and (wanted is None or (ready and not standing.in_flight + standing.again)):
