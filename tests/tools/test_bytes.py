@@ -194,6 +194,28 @@ def test_unit_that_points_nowhere_is_shown_alone(store: Path) -> None:
         flip(store / FILES["consumequeue"], 0, bit)
 
 
+def test_chain_that_does_not_lead_to_older_entries_ends(store: Path) -> None:
+    newest = items(store / FILES["index"], "--limit", 3)[2]
+    number = int(newest["title"].split()[1])
+    with open(store / FILES["index"], "r+b") as file:
+        file.seek(newest["position"] + 16)
+        file.write(struct.pack(">i", number))
+
+    _, _, bad, *others = items(store / FILES["index"], "--limit", 9, exit_code=1)
+
+    assert "older" in bad["problem"]
+    assert [item for item in others if item["title"] == bad["title"]] == []
+
+
+def test_void_unit_and_unwritten_end_of_the_log_are_fine(store: Path) -> None:
+    with open(store / FILES["consumequeue"], "r+b") as file:
+        file.write(struct.pack(">qiq", 0, 0x7FFFFFFF, 0))
+    last = sorted((store / "commitlog").glob("0*"))[-1]
+
+    assert values(items(store / FILES["consumequeue"])[0])["size"] == 0x7FFFFFFF
+    assert {item["title"].split()[0] for item in items(last, "--limit", 99)} == {"record"}
+
+
 def test_log_continues_after_damage_with_the_next_record(store: Path) -> None:
     file = store / FILES["commitlog"]
     [first, second] = items(file, "--limit", 2)

@@ -73,6 +73,7 @@ FILTERS: dict[str, tuple[list[str], Callable[[Put], bool]]] = {
     "key": (["--key", "k7"], lambda put: put.key == "k7"),
     "key and tag": (["--key", "k7", "--tag", "b"], lambda put: (put.key, put.tag) == ("k7", "b")),
     "key and time": (["--key", "k7", "--from", at(60)], lambda put: put.key == "k7" and put.number >= 120),
+    "key until a time": (["--key", "k7", "--until", at(33.5)], lambda put: put.number == 7),
     "key of a topic": (["--key", "k10", "--topic", "pay"], lambda put: put.key == "k10"),
     "key of another topic": (["--key", "k10", "--topic", "orders"], lambda put: False),
     "unique key": (["--unique-key", "u7"], lambda put: put.unique_key == "u7"),
@@ -180,6 +181,19 @@ def test_search_reads_only_the_requested_time(hours: tuple[Path, list[Put]], top
     assert 8 * len(used) < len(list((path / "commitlog").iterdir()))
 
 
+def test_messages_of_one_millisecond_in_many_segments_are_all_found(tmp_path: Path) -> None:
+    clock = SimulatedClock(BEGIN_MS)
+    with open_store(tmp_path / "s", clock=clock, segment_bytes=SEGMENT) as store:
+        for n in range(90):
+            if n in (30, 60):
+                clock.advance(60_000)
+            store.append("orders", 0, b"x" * 700, properties={"amount": str(n)})
+
+    for words in ([], ["--topic", "orders"]):
+        found = mqstore("get", tmp_path / "s", "--from", at(1), "--until", at(2), "--json", "--limit", 99, *words)
+        assert numbers(found.stdout) == [*range(30, 60)]
+
+
 def test_damage_is_reported_only_inside_the_time(hours: tuple[Path, list[Put]], tmp_path: Path) -> None:
     path = tmp_path / "s"
     shutil.copytree(hours[0], path)
@@ -264,8 +278,7 @@ def test_search_works_next_to_a_writer(tmp_path: Path, words: list[str]) -> None
     with library.open(tmp_path / "s") as store:
         for n in range(5):
             store.put("orders", b"body %d" % n, keys=f"k{n}", properties={"amount": str(n)})
-        store.flush()
-
+        assert store.find("orders", key="k4")  # dispatches
         result = mqstore("get", tmp_path / "s", *words, "--json", exit_code=0)
 
     assert numbers(result.stdout) == [3]

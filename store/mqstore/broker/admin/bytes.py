@@ -22,7 +22,6 @@ from mqstore.broker.names import POP_LOG_TOPIC
 from mqstore.errors import ConfigError, FormatError, MQStoreError, OffsetOutOfRangeError
 from mqstore.files.readonly_fs import QUIET
 from mqstore.layout import checkpoint
-from mqstore.layout.consumequeue import VOID_UNIT
 from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES, decode_host
 from mqstore.layout.indexfile import ENTRY_BYTES, HEADER_BYTES, SLOT_BYTES, slots_entries_from_length
 from mqstore.layout.jsontext import decode
@@ -274,8 +273,8 @@ def _equal(table: str, size: int, check: _Check, first: int = 0) -> Callable[[_F
     return items
 
 
-def _check_unit(_: _File, unit: Item, __: int, raw: bytes) -> str:
-    return "" if raw == VOID_UNIT or (unit["size"] > 0 <= unit["physical_offset"]) else "points to no record"
+def _check_unit(_: _File, unit: Item, __: int, ___: bytes) -> str:
+    return "" if unit["size"] > 0 <= unit["physical_offset"] else "points to no record"
 
 
 def _check_timer_unit(file: _File, unit: Item, at: int, raw: bytes) -> str:
