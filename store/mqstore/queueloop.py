@@ -94,9 +94,11 @@ class QueueRun(ABC):
         self.renew_s = self._visibility_ms / 12_000
         """Time between two calls of `renew`."""
         self._lock = Lock()
-        """Guards the next two."""
-        self._counts: Counter[str] = Counter()
-        self._leased: set[Task[Any]] = set()
+        """Guards the next three."""
+        self._counts: Counter[str | None] = Counter()
+        """Number of tasks by their last verb, of "dead" ones by `nack`, and of those "parked" for their rate."""
+        self._leased: dict[Task[Any], Held | int] = {}
+        """Tasks in handlers: when the lease expires (monotonic ms), or how it is renewed, once `renew` has seen it."""
         self._over = False
         self._stopping = False
         self._interrupted = False
@@ -148,8 +150,10 @@ class QueueRun(ABC):
 
     def summary(self) -> RunSummary:
         """Log and return the summary. Raises KeyboardInterrupt after a second signal."""
-        handled, failed, dead, released = (self._counts[each] for each in ("ack", "retry", "dlq", "release"))
-        summary = RunSummary(handled, failed, dead, released, time.monotonic() - self._began_s)
+        counts = self._counts
+        failed, released = counts[None] + counts["nack"] - counts["dead"], counts["release"] - counts["parked"]
+        dead = counts["reject"] + counts["dead"]
+        summary = RunSummary(counts["ack"], failed, dead, released, time.monotonic() - self._began_s)
         _log.info("queue %s: run ended: %s", self.queue.name, summary)
         if self._interrupted:
             raise KeyboardInterrupt
@@ -158,19 +162,16 @@ class QueueRun(ABC):
     # -- one item ---------------------------------------------------------------------------------------------------
 
     def _settled(self, task: Any, outcome: Settled) -> None:
-        with self._lock:
-            self._counts[outcome] += 1
+        if outcome == "dlq" and task._verb == "nack":
+            with self._lock:
+                self._counts["dead"] += 1
         self.queue._settled(task, outcome)
 
     @contextmanager
     def leased(self, task: Task[Any]) -> Iterator[None]:
         """Renew the lease of `task` in the block. Log an error that ends the block, and count it."""
         task._context = self.context
-        delivery = task._delivery
-        held = Held([delivery])
-        with self._lock:
-            self._leased.add(task)
-        self._renewer.add(held, self.clock.monotonic_ms() + self._visibility_ms)
+        self._leased[task] = self.clock.monotonic_ms() + self._visibility_ms
         try:
             yield
         except Exception as error:
@@ -178,11 +179,12 @@ class QueueRun(ABC):
                 what = f"attempt {task.attempt} failed"
                 self.queue._log.say(logging.ERROR, what, at=task.message, error=error, like="failed", traceback=True)
         finally:
-            self._renewer.remove(held, [delivery.message])
             with self._lock:
-                if task in self._leased and task._verb in (None, "release"):
-                    self._counts["retry" if task._verb is None else "release"] += 1
-                self._leased.discard(task)
+                held = self._leased.pop(task, None)
+                if held is not None:  # else it was released
+                    self._counts[task._verb] += 1
+            if isinstance(held, Held):
+                self._renewer.remove(held, [task._delivery.message])
 
     def wait_s(self, task: Task[Any]) -> tuple[float, bool]:
         """Return the time to wait before `task` is handled, and True if it must be given back for that time."""
@@ -191,8 +193,9 @@ class QueueRun(ABC):
         key = None if self._rate_per is None else self._rate_per(task.value)
         wait_ms = self._limit.wait_ms(key, self.clock.monotonic_ms())
         parked = wait_ms > self._limit.hold_ms
-        with self._lock:
-            self._counts["release"] -= parked  # `leased` counts it
+        if parked:
+            with self._lock:
+                self._counts["parked"] += 1
         return wait_ms / 1000, parked
 
     def failed(self, error: MQStoreError) -> None:
@@ -200,7 +203,12 @@ class QueueRun(ABC):
         self.queue._log.say(logging.ERROR, "the next item could not be read", at=self.queue._topic, error=error)
 
     def renew(self) -> None:
-        """Renew the leases that are due."""
+        """Renew the leases that are due. Few handlers are still running when this is called the first time."""
+        with self._lock:
+            for task, expires_ms in list(self._leased.items()):
+                if not isinstance(expires_ms, Held):
+                    self._leased[task] = held = Held([task._delivery])
+                    self._renewer.add(held, expires_ms)
         self._renewer.run_once(self.clock.monotonic_ms())
         self.queue._log.log_held()
 
