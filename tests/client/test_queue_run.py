@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import threading
@@ -356,6 +357,17 @@ def test_signal_ends_the_run_and_nothing_is_lost(run: Any, tmp_path: Path, numbe
 
 
 @pytest.mark.parametrize("number", SIGNALS)
+def test_signal_ends_a_run_without_items_at_once(run: Any, number: int) -> None:
+    def work(pipe: int) -> None:
+        timer = threading.Timer(0.3, os.kill, [os.getpid(), number])
+        os.write(pipe, f"{counts(run([], print, lambda queue: timer.start(), grace=math.inf))}".encode())
+        signal.pause()
+
+    with speaking_child(work, limit_s=30) as (_, pipe):
+        assert os.read(pipe, 20) == b"(0, 0, 0, 0)"
+
+
+@pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("way", ["threads", "coroutines"])
 def test_second_signal_ends_the_run_at_once(tmp_path: Path, way: str, number: int) -> None:
     """The first one is sent by the handler, which hangs."""
@@ -480,3 +492,30 @@ def test_handler_cancelled_by_something_else_has_failed(tmp_path: Path) -> None:
             return await queue.run(handle, workers=1)
 
     assert counts(asyncio.run(main())) == (1, 1, 0, 0)
+
+
+def test_item_of_a_coroutine_that_cannot_be_cancelled_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("mqstore.aio.queueloop._CANCEL_S", 0.05)
+
+    async def main() -> RunSummary:
+        async with aio.open(tmp_path / "store") as store, store.queue("jobs", codec=mqstore.TEXT) as queue:
+            over = asyncio.Event()
+            await queue.put("a")
+
+            async def handle(task: aio.Task[str]) -> None:
+                await queue.shutdown()
+                while not over.is_set():
+                    try:
+                        await over.wait()
+                    except asyncio.CancelledError:
+                        continue
+
+            summary = await queue.run(handle, grace=0.05)
+            over.set()
+            return summary
+
+    assert counts(asyncio.run(main())) == (0, 0, 0, 1)
+    assert "the handlers of 1 items did not end in time" in caplog.text
+    assert left(tmp_path / "store") == {"a": 1}

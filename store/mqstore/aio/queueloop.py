@@ -117,8 +117,6 @@ class LoopRun(QueueRun):
             return
         if wait_s:
             await self._wait(asyncio.sleep(wait_s))
-        if self._is_halted:
-            raise asyncio.CancelledError  # releases it
         result = self._handler(task)
         if inspect.isawaitable(result):
             try:
