@@ -53,7 +53,7 @@ MECHANISMS = (
 GUIDES = (
     *("asyncio", "coming-from", "consumer-options", "debugging", "delivery", "logging", "producers", "pull-consumer"),
     *("push-consumer", "queue", "simple-consumer", "small-disks", "testing", "tutorial", "web-services"),
-    "processes",
+    *("processes", "job-programs"),
 )
 
 
