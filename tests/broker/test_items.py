@@ -11,6 +11,7 @@ import pytest
 import mqstore
 from mqstore import SimulatedClock, StoreConfig
 from mqstore.broker.items.state import STATES, Item, State
+from mqstore.errors import ConfigError, ReceiptExpiredError, TopicNotFoundError
 
 
 class Bench:
@@ -129,3 +130,101 @@ def test_state_of_an_item(
     assert [bench.shown(state=state) for state in STATES] == [
         [text for text in wanted if text.split()[1] == state] for state in STATES
     ]
+
+
+def reasons(bench: Bench) -> list[tuple[str, int, str]]:
+    return [(item.state, item.attempt, item.reason) for item in bench.items() if item.message.unique_key == "a"]
+
+
+def test_reason_of_a_failed_item_survives_compaction_and_restart(bench: Bench) -> None:
+    bench.put("a", "b")
+    receipts = bench.pop(2)
+    bench.broker.nack("t", "t", receipts[0], delay=600, error="ValueError: no")
+    [state] = bench.broker._pop.tables.states.values()
+    bench.broker._pop._unordered.rewrite(state, state.in_flight[0])
+    assert reasons(bench) == [("retry", 2, "ValueError: no")]
+
+    bench.store.close()
+    bench.open()
+
+    assert reasons(bench) == [("retry", 2, "ValueError: no")]
+    assert bench.broker.items.counts("t", "t")["retry"] == 1
+
+
+def test_page_has_a_limit_of_bytes(bench: Bench) -> None:
+    for i in range(6):
+        bench.store.put("t", bytes(1 << 20), unique_key=str(i), queue_id=0)
+
+    first = bench.broker.items.page("t", "t")
+
+    assert len(first.items) == 3
+    assert [item.message.unique_key for item in bench.items()] == [str(i) for i in range(6)]
+
+
+def test_items_in_a_delay_level_are_shown(bench: Bench) -> None:
+    bench.put("a", delay_level=3)
+    bench.put("b")
+    assert bench.shown() == bench.shown(limit=1) == ["a delayed 1", "b ready 1"]
+    assert bench.broker.items.counts("t", "t")["delayed"] == 1
+    found = bench.broker.items.find("t", "t", "a")
+    assert found is not None
+    assert (found.state, found.until_ms) == ("delayed", bench.clock.now_ms() + 10_000)
+
+    bench.advance(11)
+    assert bench.shown() == ["a ready 1", "b ready 1"]
+
+
+def test_lease_that_was_purged_ends(bench: Bench) -> None:
+    bench.put("a", "b")
+    [first, second] = bench.pop(2)
+    assert bench.broker.items.purge("t", "t", "leased") == 2
+
+    bench.broker.ack("t", "t", [first])
+    with pytest.raises(ReceiptExpiredError):
+        bench.broker.nack("t", "t", second)
+    assert bench.shown() == []
+
+
+@pytest.mark.parametrize("place", [("t", 0, -5), ("t", 7, 0), ("nonesuch", 0, 0), ("t", 0, 1 << 60)])
+def test_page_from_a_foreign_place_has_items_or_none(bench: Bench, place: tuple[str, int, int]) -> None:
+    bench.put("a")
+    found = bench.broker.items.page("t", "t", None, place).items
+    assert [item.message.unique_key for item in found] in (["a"], [])
+
+
+def test_unknown_names_and_states_are_refused(bench: Bench) -> None:
+    for call in (bench.broker.items.page, bench.broker.items.counts, bench.broker.items.purge):
+        with pytest.raises(TopicNotFoundError):
+            call("t", "nonesuch")
+    for change in (bench.broker.items.page, bench.broker.items.purge):
+        with pytest.raises(ConfigError, match="ready, leased, retry, delayed or dead"):
+            change("t", "t", "lost")
+    bench.put("a", "b")
+    bench.pop(order=True)
+    with pytest.raises(ConfigError, match="consumed in order"):
+        bench.broker.items.purge("t", "t", "ready")
+    assert bench.shown() == ["a leased 1", "b ready 1"]
+
+
+@pytest.mark.parametrize("leases", [False, True], ids=["ready", "leased"])
+def test_items_put_after_a_purge_began_stay(bench: Bench, monkeypatch: pytest.MonkeyPatch, leases: bool) -> None:
+    timer, cancel_all = bench.broker._timer, bench.broker._timer.cancel_all
+
+    def with_later_puts(topics: Any, begin: Callable[[], int]) -> int:
+        def then_put() -> int:
+            stop = begin()
+            bench.store.put("t", b"", unique_key="late", queue_id=0, delay=60)
+            bench.store.put("t", b"", unique_key="new", queue_id=0)
+            if leases:
+                bench.pop()
+            return stop
+
+        return cancel_all(topics, then_put)
+
+    monkeypatch.setattr(timer, "cancel_all", with_later_puts)
+    bench.put("a", "b")
+    bench.put("c", delay=60)
+    bench.broker.ack("t", "t", bench.pop(2)[:1])
+
+    assert bench.broker.items.purge("t", "t") == 2
+    assert bench.shown() == ["late delayed 1", f"new {'leased' if leases else 'ready'} 1"]

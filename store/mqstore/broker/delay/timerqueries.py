@@ -107,12 +107,10 @@ class TimerQueries(Roller):
         with self._lock:
             stop, count, cancels = begin(), 0, self._has_cancels(topics)
             for message in self._waiting(topics, 0) if topics else ():
+                if message.physical_offset >= stop:
+                    break
                 by_level = TIMER_DELAY_LEVEL in message.stored_properties()
-                if (
-                    message.physical_offset < stop
-                    and not by_level
-                    and not (cancels and is_cancelled(self._store, message))
-                ):
+                if not by_level and not (cancels and is_cancelled(self._store, message)):
                     self._messages.cancel(_handle(message), message.born_timestamp_ms)
                     count += 1
             return count
