@@ -21,7 +21,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     monkeypatch.chdir(tmp_path)
 
     def run(code: str) -> str:
-        exec(compile(code, "program", "exec"), {"__name__": "program"})
+        exec(compile(code, "program", "exec", dont_inherit=True), {"__name__": "program"})
         return capfd.readouterr().out
 
     return run

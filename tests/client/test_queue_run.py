@@ -35,7 +35,7 @@ class Ways:
 
     def threads(self, items: list[str], handler: Handler, body: Callable[[mqstore.Queue], None], **options: Any) -> Any:
         with mqstore.open(self.path) as store:
-            queue = store.queue("jobs", codec=mqstore.TEXT, retry=options.pop("retry", None))
+            queue = store.queue("jobs", codec=mqstore.TEXT, retry=options.pop("retry", RetryPolicy(2, [3600])))
             queue.put_many(items)
             body(queue)
             return queue.run(handler, **options)
@@ -48,7 +48,9 @@ class Ways:
 
         async def main() -> RunSummary:
             async with aio.open(self.path) as store:
-                queue = await store.queue("jobs", codec=mqstore.TEXT, retry=options.pop("retry", None))
+                queue = await store.queue(
+                    "jobs", codec=mqstore.TEXT, retry=options.pop("retry", RetryPolicy(2, [3600]))
+                )
                 await queue.put_many(items)
                 body(queue.sync)
                 return await queue.run(elsewhere, **options)
@@ -126,7 +128,8 @@ def test_loops_survive_failing_items(run: Any, caplog: pytest.LogCaptureFixture)
             raise KeyError(task.value)
         done.append(task.value)
 
-    summary = run([f"{kind}{i}" for i in range(40) for kind in ("bad", "good")], handle, drained, workers=2)
+    items = [f"{kind}{i}" for i in range(40) for kind in ("bad", "good")]
+    summary = run(items, handle, drained, workers=2, retry=RetryPolicy(2, [3600]))
 
     assert sorted(done) == sorted(f"good{i}" for i in range(40))
     assert counts(summary) == (40, 40, 0, 0)
