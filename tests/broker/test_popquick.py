@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import mqstore
 from mqstore.broker.filters.filter import parse_filter
 from mqstore.broker.names import POP_LOG_TOPIC, QueueKey, pop_retry_topic
-from mqstore.broker.pop import journal
+from mqstore.broker.pop import journal, unordered
 from mqstore.broker.pop.batch import Batch
 from mqstore.broker.pop.ordered import OrderedQueues
 from mqstore.broker.pop.request import Delivery
@@ -25,7 +25,7 @@ from mqstore.broker.pop.state import QueueFields
 from mqstore.broker.pop.unordered import UnorderedQueues
 from mqstore.errors import MQStoreError
 from mqstore.native import kernel
-from tests.broker.popsupport import PopBench, interrupted_puts, memory, orders
+from tests.broker.popsupport import DLQ, RETRY, PopBench, interrupted_puts, memory, orders
 from tests.without import compiled
 
 ORDERS = {"no order": {}, "in order": {"order": True}, "without what is acked": {"order": True, "skip_acked": True}}
@@ -562,6 +562,38 @@ def test_failed_put_leaves_the_message(pair: Pair) -> None:
     assert [delivery.message.offset for delivery in (*bench.pop(), *bench.pop())] == [1, 2]
     bench.ack(first)
     assert bench.committed() == 1
+
+
+PROPERTIES = st.dictionaries(
+    st.sampled_from(["mine", "DELAY", "DELAYED", "TIMER_OUT_MS", "1ST_POP_TIME", "UNIQ_KEY", "TAGS"]),
+    st.sampled_from(["1", "é", "x" * 30]),
+)
+
+
+@compiled
+@given(messages=st.lists(st.tuples(PROPERTIES, st.integers(0, 4), st.integers(1, 3)), min_size=1, max_size=12))
+def test_compiled_copies_have_the_properties_of_python(
+    tmp_path_factory: pytest.TempPathFactory, messages: list[tuple[dict[str, str], int, int]]
+) -> None:
+    with Pair(tmp_path_factory.mktemp("pair")) as pair:
+        create(pair, 1)
+        for bench in pair.benches:
+            bench.parts.groups.create("g", max_attempts=4)
+            for properties, attempts, _ in messages:
+                bench.parts.store.append("t", 0, b"x", properties=properties, reconsume_times=attempts)
+        for _, _, count in messages:
+            pair.pop(n=count)
+            pair.do(lambda bench: bench.clock.advance(1))
+        pair.benches[0].advance(60_000)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(unordered, "kernel", None)
+            pair.benches[1].advance(60_000)
+        copies = [
+            [(topic, each.stored_properties(), each.attempt) for topic in (RETRY, DLQ) for each in bench.read(topic)]
+            for bench in pair.benches
+        ]
+        assert copies[0] == copies[1]
+        assert len(copies[0]) == len(messages)
 
 
 TEXTS = st.one_of(

@@ -13,7 +13,7 @@ were pops. The fields of both classes are in C structures where there are compil
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
@@ -129,8 +129,13 @@ class Batch(BatchFields):
         distance = offset - self.start
         return 1 << (distance if self.deltas is None else self.deltas.index(distance))
 
-    def open_offsets(self) -> Iterator[int]:
-        """Yield the offsets that are not settled, ascending."""
+    def open_offsets(self) -> Iterable[int]:
+        """Return the offsets that are not settled, ascending."""
+        if self.deltas is None and self.left == (1 << self.count) - 1:
+            return range(self.start, self.start + self.count)  # also of thousands, as after a restart
+        return self._open_offsets()
+
+    def _open_offsets(self) -> Iterator[int]:
         left, i = self.left, 0
         while left:
             if left & 1:

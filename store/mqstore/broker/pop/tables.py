@@ -393,11 +393,14 @@ class PopTables(PopFields):
             while j < len(offsets) and offsets[j] - offsets[j - 1] <= _NEAR:
                 j += 1
             begin = max(low, offsets[i])
-            found: dict[int, Message] = {}
+            read: list[Message] = []
             if begin <= offsets[j - 1]:
-                read = self.store.get(key.topic, key.queue_id, begin, offsets[j - 1] + 1 - begin)
-                found = {message.offset: message for message in read.messages}
-            yield from (found.get(offset) for offset in offsets[i:j])
+                read = self.store.get(key.topic, key.queue_id, begin, offsets[j - 1] + 1 - begin).messages
+            if len(read) == j - i == offsets[j - 1] + 1 - begin:
+                yield from read  # all neighbours
+            else:
+                found = {message.offset: message for message in read}
+                yield from (found.get(offset) for offset in offsets[i:j])
             i = j
 
     def move_to_dead_letters(self, state: QueueState, offset: int, reason: str, attempts: int | None = None) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from mqstore.broker.filters.filter import Filter
 from mqstore.broker.names import QueueKey, pop_retry_topic
@@ -28,15 +28,27 @@ from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.redelivery.attempt_journal import PROCESS_ENDED
 from mqstore.errors import InvalidMessageError
-from mqstore.layout.properties import DELAY, FIRST_POP_TIME, TIMER_DELIVER_MS, encode_properties
+from mqstore.layout.properties import (
+    DELAY,
+    FIRST_POP_TIME,
+    NAME_END,
+    PAIR_END,
+    TIMER_DELIVER_MS,
+    encode_properties,
+)
 from mqstore.log.message import Message, stored_bytes
 from mqstore.log.writing.outgoing import Copy
+from mqstore.native import kernel
 from mqstore.options import milliseconds
 
 _log = logging.getLogger("mqstore")
 
+_COPIES = 2_048
+"""Maximum number of messages that are copied together."""
+_CHANGED = (FIRST_POP_TIME.encode() + NAME_END, DELAY.encode() + NAME_END, b"TIMER_")
+"""Beginnings of the properties that a copy changes."""
 _CHUNK = 64
-"""Number of batches redelivered at once. This limits how long the queue is locked."""
+"""Maximum number of batches redelivered at once. This limits how long the queue is locked."""
 _BACKOFF_MIN_MS, _BACKOFF_MAX_MS = 1_000, 60_000
 _offset = attrgetter("offset")
 _new = tuple.__new__
@@ -253,7 +265,9 @@ class UnorderedQueues:
     def visit(self, state: QueueState, now_ms: int) -> None:
         """Redeliver a chunk of the visible messages, and announce the time of the next.
         If a put fails its error is raised, and the other messages stay in flight and are tried again."""
-        batches = state.timeline.take(now_ms, _CHUNK)
+        batches = state.timeline.take(now_ms, 1)
+        if batches:
+            batches += state.timeline.take(now_ms, min(_CHUNK - 1, _COPIES // batches[0].count))
         try:
             self._redeliver(state, batches, now_ms)
             state.backoff_ms = 0
@@ -270,36 +284,42 @@ class UnorderedQueues:
         due = [
             (offset, batch)
             for batch in dict.fromkeys(batches)
+            for alike in [batch.moved is None and batch.is_visible(batch.start, now_ms)]
             for offset in batch.open_offsets()
-            if state.in_flight.get(offset) is batch and batch.is_visible(offset, now_ms)
+            if (alike or batch.is_visible(offset, now_ms)) and state.in_flight.get(offset) is batch
         ]
-        due.sort(key=lambda pair: pair[0])
-        topic, queue_id = "", 0
+        due.sort(key=itemgetter(0))
+        given = [pair for pair in due if pair[1].is_given(pair[0])]
+        due = [pair for pair in due if not pair[1].is_given(pair[0])] if given else due
+        moved = 0
         copies: list[Copy] = []
         sources: list[tuple[int, Batch]] = []
         done: dict[Batch, list[int]] = {}
         stay: dict[Batch, list[int]] = {}
+        for offset, batch in given:
+            stay.setdefault(batch, []).append(offset)
 
         def move(offset: int, message: Message | None, batch: Batch) -> None:
             ended = done if self._move(state, offset, message, batch) else stay
             ended.setdefault(batch, []).append(offset)
 
         try:
-            messages = self._tables.messages(state.key, [offset for offset, _ in due])
-            for (offset, batch), message in zip(due, messages, strict=True):
-                if batch.is_given(offset):
-                    stay.setdefault(batch, []).append(offset)
+            messages = list(self._tables.messages(state.key, [offset for offset, _ in due]))
+            while (at := len(sources) + moved) < len(due):
+                if count := self._plain_copies(state, messages, due, at, copies):
+                    sources += due[at : at + count]
                     continue
+                (offset, batch), message = due[at], messages[at]
                 if message is None or (properties := self._properties(state, message, batch)) is None:
                     move(offset, message, batch)
+                    moved += 1
                     continue
-                topic, queue_id = (topic, queue_id) if topic else self._retry_queue(state)
-                copies.append((message, topic, queue_id, properties))
+                copies.append((message, *self._retry_queue(state), properties))
                 sources.append((offset, batch))
             at = 0
             while at < len(copies):
                 try:
-                    count = self._tables.parts.router.copy_many(copies[at:], attempts=1)
+                    count = self._tables.parts.router.copy_many(copies[at : at + _COPIES], attempts=1)
                 except InvalidMessageError:  # of the first copy: `_move` finds the reason and handles it
                     move(sources[at][0], copies[at][0], sources[at][1])
                     at += 1
@@ -326,6 +346,30 @@ class UnorderedQueues:
             if not self._move(state, offset, message, batch, visible_ms, unseen=unseen):
                 break  # the group reads from this message on
             self._settle(state, REVIVE, batch, [offset])
+
+    def _plain_copies(
+        self,
+        state: QueueState,
+        messages: Sequence[Message | None],
+        due: Sequence[tuple[int, Batch]],
+        at: int,
+        copies: list[Copy],
+    ) -> int:
+        """Append copies of the messages from index `at` on whose properties only get a pop time, by compiled code.
+        Returns their number. At the first other one it stops, for `_properties`."""
+        group, pop_time_ms = state.key.group, due[at][1].pop_time_ms
+        limit, begun = self._tables.limit(group), self._tables.begun
+        if kernel is None or (begun is not None and group in begun.suspects.left):
+            return 0
+        some: list[Message] = []
+        for message, (_, batch) in zip(messages[at : at + _COPIES], due[at : at + _COPIES], strict=True):
+            if message is None or batch.pop_time_ms != pop_time_ms or (limit is not None and message.attempt >= limit):
+                break
+            some.append(message)
+        if not some:
+            return 0
+        suffixes = {b"": (*self._retry_queue(state), encode_properties({FIRST_POP_TIME: str(pop_time_ms)}))}
+        return int(kernel.restore(some, 0, PAIR_END, suffixes, _CHANGED, copies))
 
     def _properties(self, state: QueueState, message: Message, batch: Batch) -> bytes | None:
         """Return the properties of a copy for the next attempt, or None if `_move` must handle the message.
