@@ -168,6 +168,62 @@ def test_kill_between_folding_and_emptying_changes_nothing(pops: PopBench) -> No
     assert offsets(pops.pop(n=9)) == [4, 5]
 
 
+def test_acknowledged_item_that_was_released_before_stays_so(pops: PopBench) -> None:
+    pops.put("t", 3)
+    pops.release(*pops.pop())
+    for _ in range(2):  # the second empties the file
+        pops.ack(*pops.pop())
+        pops.service.flush()
+    pops.crash()
+    assert offsets(pops.pop(n=5)) == [2]
+
+
+def test_acknowledgements_of_logged_deliveries_survive_two_kills(pops: PopBench) -> None:
+    pops.put("t", 3)
+    held = [pops.pop(invisible_ms=HOUR_MS)[0] for _ in range(2)]
+    pops.service.flush()
+    pops.ack(held[0])
+    for _ in range(2):
+        pops.crash(requeue_on_open=False)
+        assert [each.offset for each in pops.service.pending("g")] == [1]
+    pops.pop(invisible_ms=HOUR_MS)  # in a new file
+    pops.crash(requeue_on_open=False)
+    assert [each.offset for each in pops.service.pending("g")] == [1, 2]
+
+
+def test_folding_leaves_deliveries_of_other_receivers(pops: PopBench) -> None:
+    pops.put("t", 3)
+    [mine, *_] = pops.pop(invisible_ms=HOUR_MS)
+    pops.service.flush()
+    for _ in range(2):
+        pops.pop(local=False, invisible_ms=HOUR_MS)
+    pops.ack(mine)
+    pops.service.flush()
+    pops.crash(requeue_on_open=False)
+    assert [each.offset for each in pops.service.pending("g")] == [1, 2]
+
+
+def test_replay_begins_before_the_entries(pops: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may pop while the replay position moves."""
+    pops.put("t", 4)
+    pops.ack(*pops.pop(local=False))
+    real = pops.tables.journal.fold_all
+
+    def fold_all() -> None:
+        real()
+        monkeypatch.undo()
+        pops.ack(*pops.pop())
+        pops.pop(invisible_ms=HOUR_MS)
+        pops.service.ack("other", "t", [each.receipt for each in pops.pop(group="other", local=False)])
+
+    monkeypatch.setattr(pops.tables.journal, "fold_all", fold_all)
+    pops.service._keeper.persist()
+    pops.parts.offsets.save()
+    pops.crash(requeue_on_open=False)
+    assert [each.offset for each in pops.service.pending("g")] == [2]
+    assert pops.committed() == 2
+
+
 @pytest.mark.parametrize("put", range(1, 6))
 def test_kill_while_it_is_folded_loses_nothing(pops: PopBench, monkeypatch: pytest.MonkeyPatch, put: int) -> None:
     pops.put("t", 6)
