@@ -25,6 +25,9 @@ DIFFERENCES: Final[dict[str, Difference]] = {
         "raised by the client's clock once its own visibility time is over; the brokers accept any",
     ),
     "release": Difference("after its delay, the attempt does not count", "a second later, and the attempt counts"),
+    "rate_per= of queue.run": Difference(
+        "an item that waits loses no attempt", "each wait is an attempt: use a queue and a rate= for each key"
+    ),
     "priority=": Difference("the highest first", "NotSupportedError; use a queue for each, and mqstore.get_any"),
     "progress": Difference("extends the lease, and is shown by `peek`", "extends the lease"),
     "nack": Difference("counted by the store", "delay and last attempt are computed here, from the group's policy"),
