@@ -274,9 +274,6 @@ class NoteCalls(Protocol):
 class ItemCalls(Protocol):
     """Items: messages of a topic by their state for a group that pops it (`broker/items/state.py`)."""
 
-    def find(self, group: str, topic: str, unique_key: str) -> Item | None:
-        """Return the item with this unique key, or None if there is none or it is done. Raises TopicNotFoundError."""
-
     def page(
         self, group: str, topic: str, state: State | None = None, after: Place | None = None, limit: int = 256
     ) -> ItemPage:

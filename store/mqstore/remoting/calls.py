@@ -271,7 +271,6 @@ _TABLE: Final = """
 31112 admin.cancel              repeat thread
 31113 admin.purge                      thread
 31114 admin.replay                     thread
-31120 items.find                repeat thread
 31121 items.page                repeat thread
 31122 items.counts              repeat thread
 31123 items.purge                      thread

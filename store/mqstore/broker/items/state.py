@@ -167,13 +167,6 @@ class Items:
         self._tables, self._pops, self._timer, self._levels, self._waiting = tables, pops, timer, levels, waiting
         self._owner = owner
 
-    def find(self, group: str, topic: str, unique_key: str) -> Item | None:
-        """Return the item with this unique key, or None if there is none or it is done. Raises TopicNotFoundError."""
-        with self._pops.moving:
-            found = next(self._alive(group, topic, partial(self._copies, unique_key)), None)
-            letters = self._tables.store.find(dlq_topic(group), unique_key=unique_key)
-            return found or next(self._letters(group, letters), None)
-
     def _alive(self, group: str, topic: str, messages: Callable[[QueueKey], Iterable[Message]]) -> Iterator[Item]:
         """Yield the items among `messages` of each queue that are neither done nor dead. Call under `moving`."""
         names = {topic, *retry_topics(group, topic)}

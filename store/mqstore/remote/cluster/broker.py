@@ -97,7 +97,7 @@ class ClusterBroker(Sends, Pops):
         self.save_offsets = self._save
         self.begun = _NoNotes()
         self.items: Any = SimpleNamespace(
-            **dict.fromkeys(("find", "page", "counts", "by_key", "purge"), refuse_items),
+            **dict.fromkeys(("page", "counts", "by_key", "purge"), refuse_items),
             put=partial(refuse, "unique=", "let the receiver remember the names"),
             cancel=partial(refuse, "cancelling an item that is not delayed", "let the receiver look if it is wanted"),
         )
