@@ -233,6 +233,7 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "TopicTable.delete": lambda x: x.broker.topics.delete("unused"),
     "TopicTable.delete_retries": lambda x: x.broker.topics.delete_retries("unused"),
     "TopicTable.expire": lambda x: x.broker.topics.expire("t"),
+    "TopicTable.keep_names": lambda x: x.broker.topics.keep_names("t", 60),
     "TopicTable.ensure": lambda x: x.broker.topics.ensure(x.new()),
     "TopicTable.entered": lambda x: x.broker.topics.entered("t"),
     "TopicTable.for_priority": lambda x: x.broker.topics.for_priority(x.new()),

@@ -205,3 +205,42 @@ def test_first_one_of_many_threads_is_stored(store: Store) -> None:
         found = list(pool.map(lambda i: queue.put(b"%d" % i, unique=f"n{i % 5}").id, range(200)))
     assert len(set(found)) == 5
     assert queue.qsize() == 5
+
+
+def test_retention_keeps_names_for_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: the log was deleted after a minute, and with it the name that counts for an hour."""
+    config: Any = {"segment_bytes": 4096, "retention": mqstore.Retention(age=60)}
+    with opened(tmp_path / "store", "here", monkeypatch, **config) as doors:
+        queue, other = doors.queue(), doors.queue("other")
+        firsts = [queue.put(b"x", unique="n", unique_for=3600), queue.put(b"x", unique="d", unique_for=3600, delay=1)]
+        doors.advance(2)
+        assert len(doors.values(queue)) == 2
+
+        def a_while() -> int:
+            for _ in range(4):
+                other.put_many([bytes(100)] * 50)
+                doors.values(other)
+                doors.advance(300)
+            return doors.broker.min_offset("other", 0)
+
+        assert a_while() == 0
+        doors.restart()
+        queue, other = doors.queue(), doors.queue("other")
+        assert a_while() == 0
+        assert [queue.put(b"y", unique=name, unique_for=3600).id for name in "nd"] == [first.id for first in firsts]
+        pin = doors.broker.stats().oldest_pin
+        assert pin is not None
+        assert "unique" in pin.why
+        for _ in range(5):
+            a_while()
+        assert doors.broker.min_offset("other", 0) > 0
+        assert queue.put(b"z", unique="n", unique_for=3600).id != firsts[0].id
+
+
+def test_index_that_lost_entries_is_named(doors: Doors) -> None:
+    queue = doors.queue()
+    queue.put(b"x", unique="n")
+    doors.store.broker._parts.store.index.dropped_entries = 1
+    with pytest.raises(mqstore.errors.CorruptStoreError, match="--rebuild index"):
+        queue.put(b"y", unique="m")
+    assert queue.qsize() == 1

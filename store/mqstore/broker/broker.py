@@ -30,6 +30,7 @@ from mqstore.broker.context import Parts, delete_group, open_parts
 from mqstore.broker.delay.levels import DelayService
 from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.filters.filter import Filter, as_filter, parse_filter
+from mqstore.broker.items.kept import KeptNames
 from mqstore.broker.items.named import NamedItems
 from mqstore.broker.names import QueueKey, check_user_topic
 from mqstore.broker.pop.orderinfo import BlockedQueue
@@ -176,7 +177,9 @@ class Broker(Closing, Sending, BrokerContract):
             "transactions": self.transactions,
             "dead letters": DeadLetterExpiry(parts, wake("dead letters")),
         }
-        self._retention = RetentionService(parts, [*keepers.values()], rollers=(self._delay, self._timer))
+        self._retention = RetentionService(
+            parts, [*keepers.values(), KeptNames(parts)], rollers=(self._delay, self._timer)
+        )
         pop, delay, timer = self._pop, self._delay, self._timer
         self._metrics = Metrics(
             parts, reads=self._reads, pop=pop, delay=delay, timer=timer, transactions=self.transactions

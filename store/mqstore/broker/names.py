@@ -19,6 +19,7 @@ __all__ = [
     "EXPIRES_MS",
     "EXPIRY",
     "HALF_TOPIC",
+    "KEPT_NAMES",
     "MAX_GROUP",
     "OP_TOPIC",
     "POP_LOG_GROUP",
@@ -91,6 +92,8 @@ EXPIRES_MS: Final = "mqstore_expires_ms"
 """Property: wall-clock time from which a message is not delivered, unless it was before."""
 EXPIRY, DROP, DEAD_LETTER = "mqstore.expiry", "drop", "dead-letter"
 """Attribute of a topic with messages that may expire, and its values for expired ones."""
+KEPT_NAMES: Final = "mqstore.names"
+"""Attribute of a topic: number of seconds for which names of its items may be unique."""
 _UNIQUE = "unique:"
 _NOT_IN_KEYS = re.compile(r"[%\s\x00-\x1f\x7f-\x9f]")
 

@@ -20,6 +20,7 @@ from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC, QueueKey, dlq_topi
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.retention import physical_of
 from mqstore.broker.router import DelayedReceipt, SendOptions
+from mqstore.errors import CorruptStoreError
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import REAL_TOPIC, TIMER_DEQUEUE_MS, TIMER_OUT_MS
 from mqstore.log.commitlog import SendReceipt
@@ -54,13 +55,18 @@ class NamedItems(Purging):
         **options: Unpack[SendOptions],
     ) -> SendReceipt:
         """Put an item with a name, unless there is one that `group` has not done, and return the receipt of either.
-        `unique_for` instead: unless one was put in these seconds. Raises InvalidMessageError for a bad name, and the
-        errors of `Router.put`."""
+        `unique_for` instead: unless one was put in these seconds. Raises InvalidMessageError for a bad name,
+        CorruptStoreError if the index lacks entries, and the errors of `Router.put`."""
         word = unique_word(unique)
         keys = options.get("keys")
         options["keys"] = (*(() if keys is None else key_words(keys)), word)
         given, options["durability"] = options.get("durability"), "append"
         since_ms = None if unique_for is None else milliseconds(unique_for, "unique_for")
+        if since_ms is not None:
+            self._parts.topics.keep_names(topic, -(-since_ms // 1000))
+        if (store := self._parts.store).index.dropped_entries:
+            text = f"the index of {store.path} lost entries on a full disk, so names of items are not known"
+            raise CorruptStoreError(text, "index", repair=f"mqstore recover {store.path} --rebuild index")
         with self._naming:
             if since_ms is None:
                 with self._pops.moving:

@@ -23,6 +23,7 @@ from mqstore.broker.names import (
     DEAD_LETTER,
     DROP,
     EXPIRY,
+    KEPT_NAMES,
     RETRY_PREFIX,
     QueueKey,
     check_user_topic,
@@ -333,12 +334,23 @@ class TopicTable(ConfigTable):
     def expire(self, name: str, dead_letter: bool | None = None) -> TopicConfig:
         """Have messages of a topic expire, and then dropped, or put to the dead letters with `dead_letter`.
         None keeps the topic's choice. Raises the errors of `require`, and of `create` for the file."""
+        given = None if dead_letter is None else DEAD_LETTER if dead_letter else DROP
+        return self._choose(name, EXPIRY, lambda known: given or known or DROP)
+
+    def keep_names(self, name: str, duration_s: int) -> TopicConfig:
+        """Have retention keep the names of a topic's items for this time or longer. Raises the errors of `expire`.
+        The time is a power of two, so that many different times change the file a few times."""
+        wanted = 1 << max(0, duration_s - 1).bit_length()
+        return self._choose(name, KEPT_NAMES, lambda known: str(max(wanted, int(known or 0))))
+
+    def _choose(self, name: str, attribute: str, choose: Callable[[str | None], str]) -> TopicConfig:
+        """Set an attribute of a topic to what `choose` returns for its value."""
         while True:
             old = self.require(name)
-            chosen = old.attributes.get(EXPIRY, DROP) if dead_letter is None else DEAD_LETTER if dead_letter else DROP
-            if old.attributes.get(EXPIRY) == chosen:
+            known = old.attributes.get(attribute)
+            if (chosen := choose(known)) == known:
                 return old
-            new = replace(old, attributes=MappingProxyType({**old.attributes, EXPIRY: chosen}))
+            new = replace(old, attributes=MappingProxyType({**old.attributes, attribute: chosen}))
             with self._lock:
                 if self._known.get(name) is old:  # else another thread has changed it
                     self._write({**self._entered, name: new})
