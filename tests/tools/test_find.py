@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import mqstore as library
+from examples import shop
 from mqstore import SimulatedClock
 from tests.conftest import Golden
 from tests.log.support import flip_log, open_store
@@ -300,3 +301,18 @@ def test_stores_of_a_java_broker_are_searched(golden: Golden, name: str) -> None
     stamp = datetime.fromtimestamp(ms // 1000, UTC) + timedelta(milliseconds=ms % 1000)
     found = mqstore("export", path, "--until", stamp.isoformat())
     assert [json.loads(line) for line in found.stdout.splitlines()] == until
+
+
+def test_id_is_that_of_a_record_or_a_unique_key_of_all_copies(tmp_path: Path) -> None:
+    shop.fill(tmp_path / "s")
+    [row] = [
+        json.loads(line) for line in mqstore("get", tmp_path / "s", "--topic", "orders", "--json").stdout.splitlines()
+    ]
+
+    one = mqstore("get", tmp_path / "s", "--id", row["message_id"], "--json", exit_code=0)
+    copies = mqstore("get", tmp_path / "s", "--id", f"{192:032X}", "--json", exit_code=0)
+
+    assert [json.loads(line) for line in one.stdout.splitlines()] == [row]
+    topics = [json.loads(line)["topic"] for line in copies.stdout.splitlines()]
+    assert topics == ["%DLQ%billing", "%RETRY%billing+orders", "%RETRY%billing+orders", "orders"]
+    assert searched(copies.stderr)["limited"] is False

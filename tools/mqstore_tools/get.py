@@ -137,7 +137,7 @@ def get(
     searches = bool(search) and offset is None and not ways
     if topic is None and not searches and not {*ways} & {"message_id", "physical_offset"}:
         raise click.UsageError("give --topic, --id, --physical-offset, or a filter")
-    search.limit = max_messages = last or max_messages or (_FOUND if searches else 1)
+    search.limit = max_messages = last or max_messages or (_FOUND if searches or message_id else 1)
 
     def show_hex(place: int) -> bool:
         return print_items(inspect_file(directory, offset=place, limit=1), json_output=json_output)
