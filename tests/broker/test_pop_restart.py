@@ -412,6 +412,23 @@ def test_batches_are_put_again_when_many_segments_lie_behind_them(pops: PopBench
     assert pops.committed() == 1
 
 
+@pytest.mark.parametrize("order", [False, True])
+def test_message_given_back_stays_so_when_its_batch_is_put_again(pops: PopBench, order: bool) -> None:
+    pops.put("t", 1)
+    [old] = pops.pop(order=order, invisible_ms=60_000)
+    pops.service.release("g", "t", [old.receipt], delay_ms=600_000)
+    pops.put("t", 12, first=1, body_bytes=30_000)  # two to a segment
+    pops.advance(5_000)
+    [pin] = pops.service.pins()
+    assert pin.physical_offset > pops.parts.store.max_offset - (4 << 16)
+    pops.crash()
+    pops.advance(594_000)
+    assert offsets(pops.pop(order=order)) == ([] if order else [1])
+    pops.advance(1_000)
+    [again] = pops.pop(order=order)
+    assert (again.message.offset, again.attempt) == (0, 1)
+
+
 def test_a_lost_record_of_a_batch_has_its_messages_come_again(pops: PopBench) -> None:
     """What it had handed out was passed over for good as soon as a later batch of the queue showed how far the cursor
     had gone: one flipped byte of the log, and the group never got messages that were all there."""

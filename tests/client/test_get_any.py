@@ -15,6 +15,7 @@ import mqstore
 import mqstore.aio
 from mqstore import Queue, QueueEmpty, QueueShutDown, SimulatedClock, Store
 from mqstore.errors import ConfigError, StoreClosedError
+from mqstore.signalsafe import Bell
 from tests.client.support import ended, in_thread, parked, until
 
 
@@ -169,12 +170,31 @@ def test_an_item_that_it_does_not_take_wakes_another_receiver(way: Sync) -> None
     until(lambda: parked(way.sync.broker) == 2)
     other, got = in_thread(lambda: low.get(timeout=20).value)
     until(lambda: parked(way.sync.broker) == 3)
-    low.put("x")
     high.put("y")
-    values = [ended(thread, found), ended(other, got)]
-    if values != ["high y", "x"]:  # the wait was quicker than the second put
-        assert values[0] == "low x"
-        assert way.take("high") == "high y"
+    low.put("x")
+    assert [ended(thread, found), ended(other, got)] == ["high y", "x"]
+
+
+def test_an_interrupted_wait_passes_its_turn_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with mqstore.open(tmp_path / "store") as store:
+        high, low = (store.queue(name, codec=mqstore.TEXT) for name in ("high", "low"))
+        others = []
+
+        class Interrupted(Bell):
+            """Bell whose owner is interrupted when it rings, while another receiver waits for the same queue."""
+
+            def wait(self, timeout_s: float | None = None) -> bool:
+                others.append(in_thread(lambda: low.get(timeout=20).value))
+                until(lambda: parked(store.broker) == 3)
+                low.put("x")
+                assert super().wait(20)
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr("mqstore.getany.Bell", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            mqstore.get_any([high, low])
+        assert ended(*others[0]) == "x"
+        assert parked(store.broker) == 0
 
 
 def test_queues_of_several_stores(tmp_path: Path) -> None:
@@ -191,6 +211,12 @@ def test_a_cancelled_wait_has_taken_nothing(tmp_path: Path) -> None:
     async def main() -> list[str]:
         async with mqstore.aio.open(tmp_path / "store") as store:
             queues = [await store.queue(name, codec=mqstore.TEXT) for name in ("high", "low")]
+            wait = asyncio.create_task(mqstore.aio.get_any(queues))
+            while parked(store.sync.broker) < 2:
+                await asyncio.sleep(0.001)
+            wait.cancel()
+            await asyncio.gather(wait, return_exceptions=True)
+            assert parked(store.sync.broker) == 0
             for _ in range(30):
                 wait = asyncio.create_task(mqstore.aio.get_any(queues))
                 await asyncio.sleep(0)
