@@ -227,6 +227,17 @@ def test_limit_gives_the_newest_of_a_key_and_the_first_of_a_time(hours: tuple[Pa
     assert "there may be more (--limit)" in mqstore("get", path, "--key", "k7", "--limit", 2).stderr
 
 
+def test_key_with_very_many_messages_says_that_older_ones_are_left_out(
+    hours: tuple[Path, list[Put]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mqstore.broker.admin.search._CANDIDATES", 3)
+
+    result = mqstore("get", hours[0], "--key", "k7", "--json", exit_code=1)
+
+    assert numbers(result.stdout) == [187, 127, 67]
+    assert "older messages of orders" in searched(result.stderr)["missed"][0]
+
+
 def test_filters_apply_to_last_and_offset(hours: tuple[Path, list[Put]]) -> None:
     path, _ = hours
     newest = mqstore("get", path, "--topic", "orders", "--last", 2, "--grep", "line 1[0-4]1", "--json")

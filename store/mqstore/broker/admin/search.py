@@ -30,6 +30,8 @@ from mqstore.log.recovery.scanner import Bad, Good, first_good_in, record_at, sc
 _NEVER_MS: Final = 1 << 62
 _NEAR_BYTES: Final = 1 << 16
 """Bytes of the log that are read record by record at the end of a search for a time."""
+_CANDIDATES: Final = 1 << 20
+"""Largest number of a topic's messages that the index is asked for."""
 _AHEAD: Final = 4096
 """Number of messages that are read ahead in all queues of a topic together."""
 
@@ -174,12 +176,14 @@ class Search:
     def _by_index(self, store: ReadOnlyMessageStore) -> Iterator[Message | Finding]:
         wanted = self.unique_key if self.key is None else self.key
         assert wanted is not None
-        places = {
-            place
-            for topic in self.topics or store.topics()
-            for place in store.index.query(topic, wanted, self._low, self._high, 1 << 30)
-            if place >= store.deleted_at(topic)
-        }
+        places: set[int] = set()
+        for topic in self.topics or store.topics():
+            found = store.index.query(topic, wanted, self._low, self._high, _CANDIDATES)
+            places.update(place for place in found if place >= store.deleted_at(topic))
+            if len(found) == _CANDIDATES:
+                self.missed.append(
+                    f"older messages of {topic} with this key than {_CANDIDATES}: choose an earlier time"
+                )
         for place in sorted(places, reverse=True):
             try:
                 yield store.at(place)
