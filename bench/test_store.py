@@ -84,7 +84,7 @@ PUT_MANY = Side("mqstore put_many", put_many)
 @BODIES
 def test_put_many(ask: Ask, body: int) -> None:
     """`store.put_many`, 1000 bodies at a time."""
-    ask(PUT_MANY, Load(body, MANY[body]), {peers.LMDB_PUTMULTI: 1.5})
+    ask(PUT_MANY, Load(body, MANY[body]), {peers.LMDB_PUTMULTI: 4})
 
 
 @pytest.mark.benchmark(timer=time.process_time)

@@ -95,7 +95,8 @@ PyObject *native_encode(PyObject *module, PyObject *const *args, Py_ssize_t narg
         goto failed;
     /* From here on only the conversion of a flag, which is an int, calls Python: the lists do not change. */
     const char *header = PyBytes_AS_STRING(args[0]);
-    uint8_t *to = (uint8_t *)PyByteArray_AS_STRING(records);
+    uint8_t *to = (uint8_t *)PyByteArray_AS_STRING(records), *ended[SIDE_BY_SIDE];
+    int together = 0;
     for (Py_ssize_t i = 0; i < count; i++, header += shared ? 0 : width) {
         PyObject *body = PyList_GET_ITEM(args[2], i), *tail = each ? PyList_GET_ITEM(args[3], i) : args[3];
         size_t body_size = (size_t)PyBytes_GET_SIZE(body);
@@ -113,8 +114,17 @@ PyObject *native_encode(PyObject *module, PyObject *const *args, Py_ssize_t narg
                 goto failed;
             put32(to + FLAG_AT, (uint32_t)flag);
         }
-        if (checksums)
-            put32(to + CHECKSUM_AT, crc32c_record(to, (size_t)size[i]));
+        ended[together++] = to;
+        if (checksums && (together == SIDE_BY_SIDE || i == count - 1)) {
+            size_t sizes_of[SIDE_BY_SIDE];
+            uint32_t sums[SIDE_BY_SIDE];
+            for (int k = 0; k < together; k++)
+                sizes_of[k] = (size_t)size[i - together + 1 + k];
+            crc32c_records((const uint8_t *const *)ended, sizes_of, together, sums);
+            for (int k = 0; k < together; k++)
+                put32(ended[k] + CHECKSUM_AT, sums[k]);
+        }
+        together %= SIDE_BY_SIDE;
         physical_offset += size[i];
         to += size[i];
     }

@@ -25,7 +25,7 @@ from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import InvalidMessageError, MQStoreError
 from mqstore.files.segment import Segment
 from mqstore.files.segmentwriter import SegmentWriter
-from mqstore.layout.encode import encode_copies, encode_records, lengths_of
+from mqstore.layout.encode import encode_copies, encode_records
 from mqstore.layout.hosts import IPV4_BYTES, LOCAL_HOST
 from mqstore.layout.record import (
     BLANK_BYTES,
@@ -241,17 +241,20 @@ class CommitLog(LogTail):
         return receipt
 
     def append_many(
-        self, queue: QueueTail, bodies: list[bytes], tails: list[bytes] | bytes, flags: list[int] | int
+        self,
+        queue: QueueTail,
+        bodies: list[bytes],
+        tails: list[bytes] | bytes,
+        flags: list[int] | int,
+        body_bytes: int,
     ) -> tuple[int, int, np.NDArray[np.int64], int]:
         """Append records that are contiguous and become visible together, all or none (format#batch).
 
         Returns (first queue offset, first physical offset, size of each, store timestamp). The caller has checked that
-        together they fit a segment.
+        together they fit a segment. `body_bytes` is the size of all bodies.
         """
         count = len(bodies)
-        sizes_of_bodies = lengths_of(bodies)
-        assert sizes_of_bodies is not None, "bodies are plain bytes here"
-        total = self.header_bytes * count + sizes_of_bodies[1]
+        total = self.header_bytes * count + body_bytes
         total += len(tails) * count if isinstance(tails, bytes) else sum(map(len, tails))
 
         def encode(position: int) -> _Encoded[tuple[int, int, np.NDArray[np.int64], int]]:

@@ -381,7 +381,8 @@ class LogWriter:
         tails: list[bytes] | bytes = queue.plain_tail
         flags: list[int] | int = 0
         unique: dict[int, str] = {}
-        if lengths_of(items) is not None:
+        sizes = lengths_of(items)
+        if sizes is not None:
             flat = cast(list[bytes], items)
         else:
             flat, tails, flags = [], [], []
@@ -402,7 +403,9 @@ class LogWriter:
                 flat.append(flat_body(item))
                 tails.append(tail)
                 flags.append(flag)
-        return self._put_flat(queue, flat, tails, flags, unique, waits)
+            sizes = lengths_of(flat)
+            assert sizes is not None, "bodies are plain bytes here"
+        return self._put_flat(queue, flat, sizes, tails, flags, unique, waits)
 
     def copy_many(self, copies: Sequence[Copy], attempts: int = 0) -> int:
         """Append the first of `copies`, as many as fit one batch. Return their number, at least one.
@@ -472,18 +475,17 @@ class LogWriter:
         self,
         queue: ConsumeQueue,
         bodies: list[bytes],
+        sizes: tuple[int, int],
         tails: list[bytes] | bytes,
         flags: list[int] | int,
         unique: dict[int, str],
         waits: bool,
     ) -> SendReceipts:
-        """Append encoded parts, in as few chunks as the limits allow."""
+        """Append encoded parts, in as few chunks as the limits allow. `sizes` are the `lengths_of` the bodies."""
         receipts = SendReceipts(queue.ref, self._store_host, unique)
         if not bodies:
             return receipts
-        sizes = lengths_of(bodies)
-        assert sizes is not None, "bodies are plain bytes here"
-        longest = sizes[0]
+        longest, body_bytes = sizes
         if longest > self.max_body:
             self.refuse_body(longest)
         overhead = self.log.header_bytes + (len(tails) if isinstance(tails, bytes) else max(map(len, tails)))
@@ -501,6 +503,7 @@ class LogWriter:
                         bodies if stop - start == len(bodies) else bodies[start:stop],
                         tails if isinstance(tails, bytes) else tails[start:stop],
                         flags if isinstance(flags, int) else flags[start:stop],
+                        body_bytes if stop - start == len(bodies) else sum(map(len, bodies[start:stop])),
                     )
                 )
         except MQStoreError as error:
