@@ -180,7 +180,7 @@ _OTHER_SLOT = kernel and kernel.LogTail.end
         ("tagged", ((), set()), TypeError),
         ("tagged", ([], ("a",)), TypeError),
         ("tagged", ([None], {"a"}), TypeError),
-        ("read_units", (int, None, _BUFFER, 0, bytes(20), 0, None, 1, 0, b"t", -1), TypeError),
+        ("read_units", (int, None, _BUFFER, 0, bytes(20), 0, 0, None, 1, 0, b"t", -1), TypeError),
         ("check_units", (*_UNITS, np.zeros(2, np.int64), 0, b"t", _OUT, _END, None, None, True), ValueError),
         ("check_units", (*_UNITS, _ONE, 0, b"t", _OUT, np.zeros(2, np.int64), None, None, True), ValueError),
         ("check_units", (*_UNITS, _ONE, 0, b"t", _OUT, _END, b"x", None, True), BufferError),

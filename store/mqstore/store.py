@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from functools import partial, update_wrapper
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from types import MethodType
@@ -328,14 +329,18 @@ class Store(Closing, Sending):
         With `follow` it waits for more, for ever. Unreadable messages are skipped, and each damaged file is logged once
         at level ERROR.
         """
-        while self._is_empty(topic, queue_id):
-            if not follow:
-                return
-            self.log.check_open()
-            time.sleep(_LOOK_S)
-            if start == "latest":
-                start = "earliest"  # all later messages are new
-        yield from self.log.iter(topic, queue_id, start=start, stop=stop, follow=follow, tags=tags)
+
+        def messages(start: Literal["earliest", "latest"] | datetime | int) -> Iterator[Iterator[Message]]:
+            while self._is_empty(topic, queue_id):
+                if not follow:
+                    return
+                self.log.check_open()
+                time.sleep(_LOOK_S)
+                if start == "latest":
+                    start = "earliest"  # all later messages are new
+            yield self.log.iter(topic, queue_id, start=start, stop=stop, follow=follow, tags=tags)
+
+        return chain.from_iterable(messages(start))
 
     def _is_empty(self, topic: str, queue_id: int | None) -> bool:
         """Return True if an existing queue, or all queues of an existing topic, never had a message.

@@ -10,6 +10,8 @@ enum { MOST_BYTES = 4 << 20 }; /* read in one call, which other threads wait for
 
 static PyObject *buffer_name, *queue_name, *stored_body_name, *tag_name, *keys_name, *group_name;
 static int topic_index = 0, queue_id_index = 1;
+static PyTypeObject *batch_type; /* the class of nearly all batches, and the place of `buffer` in its objects */
+static Py_ssize_t buffer_at;
 
 static void located_dealloc(Located *self)
 {
@@ -41,8 +43,10 @@ static PyObject *not_initialized(void)
    record is checked. 0, or -1 with an exception; then the buffer is released. */
 static int open_record(Located *self, Py_buffer *view, Parts *parts)
 {
-    PyObject *buffer = self->batch ? PyObject_GetAttr(self->batch, buffer_name) : not_initialized();
-    if (!buffer)
+    PyObject *buffer = self->batch && Py_IS_TYPE(self->batch, batch_type) ? *(PyObject **)((char *)self->batch + buffer_at) : NULL;
+    if (buffer)
+        Py_INCREF(buffer);
+    else if (!(buffer = self->batch ? PyObject_GetAttr(self->batch, buffer_name) : not_initialized()))
         return -1;
     int got = PyObject_GetBuffer(buffer, view, PyBUF_SIMPLE);
     Py_DECREF(buffer);
@@ -443,16 +447,28 @@ static bool may_pass(const uint8_t *unit, const Py_buffer *hashes)
     return passes;
 }
 
-/* read_units(type, batch, buffer, segment_start, units, first, hashes, most, queue_id, topic, budget)
+/* Note the place of `buffer`, if it is a slot of the batch's class: looking the name up takes longer than copying a small body. */
+static void learn_batch(PyObject *batch)
+{
+    PyObject *slot = batch_type ? NULL : PyObject_GetAttr((PyObject *)Py_TYPE(batch), buffer_name);
+    if (slot && Py_IS_TYPE(slot, &PyMemberDescr_Type) && ((PyMemberDescrObject *)slot)->d_member->type == T_OBJECT_EX) {
+        buffer_at = ((PyMemberDescrObject *)slot)->d_member->offset;
+        batch_type = (PyTypeObject *)Py_NewRef(Py_TYPE(batch));
+    }
+    Py_XDECREF(slot);
+    PyErr_Clear();
+}
+
+/* read_units(type, batch, buffer, segment_start, units, first, skipped, hashes, most, queue_id, topic, budget)
        -> (messages, number of units passed, total bytes of the messages, whether the budget was used up)
 
-   `type` is a subclass of Located, `units` those of the slots from `first` on, `hashes` those of the tags that may pass (int32) or
+   `type` is a subclass of Located, `units` those of the slots from `first` on, of which `skipped` are not read, `hashes` those of the tags that may pass (int32) or
    None for all. Ends before the first record that is not an ordinary, sound record of this queue and segment with a checksum over
    the whole, which Python checks, and after MOST_BYTES. Limits are `most` messages and `budget`: bytes of records, -1 for no
    limit. A value below -1 is a budget of -budget - 2 bytes that lets the first message through. */
 PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("read_units", nargs, 11))
+    if (!has_arguments("read_units", nargs, 12))
         return NULL;
     PyTypeObject *type = (PyTypeObject *)args[0];
     if (!PyType_Check(args[0]) || !PyType_IsSubtype(type, &LocatedType)) {
@@ -460,10 +476,16 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
         return NULL;
     }
     long long segment_start = PyLong_AsLongLong(args[3]), first = PyLong_AsLongLong(args[5]);
-    long long most = PyLong_AsLongLong(args[7]), queue_id = PyLong_AsLongLong(args[8]), budget = PyLong_AsLongLong(args[10]);
+    long long skipped = PyLong_AsLongLong(args[6]), most = PyLong_AsLongLong(args[8]), queue_id = PyLong_AsLongLong(args[9]);
+    long long budget = PyLong_AsLongLong(args[11]);
     Expected expected = {.queue_id = queue_id};
-    if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[9], (char **)&expected.topic, &expected.topic_bytes) < 0)
+    if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[10], (char **)&expected.topic, &expected.topic_bytes) < 0)
         return NULL;
+    if (skipped < 0) {
+        PyErr_SetString(PyExc_ValueError, "read_units: `skipped` must not be negative");
+        return NULL;
+    }
+    learn_batch(args[1]);
     bool unlimited = budget == -1, first_is_free = budget < -1;
     if (first_is_free)
         budget = -budget - 2;
@@ -471,14 +493,15 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
     Buffers held = {0};
     Py_buffer *view, *units, *hashes = NULL;
     if (!(view = hold(&held, args[2], 1, -1, false, "buffer")) || !(units = hold(&held, args[4], 1, -1, false, "units")) ||
-        (args[6] != Py_None && !(hashes = hold(&held, args[6], 4, -1, false, "hashes"))))
+        (args[7] != Py_None && !(hashes = hold(&held, args[7], 4, -1, false, "hashes"))))
         goto done;
-    Py_ssize_t there = units->len / UNIT_BYTES, looked = 0;
+    Py_ssize_t there = units->len / UNIT_BYTES, looked = (Py_ssize_t)skipped;
     long long total = 0;
     bool stopped = false;
-    if (!(messages = PyList_New(0)))
+    Py_ssize_t room = there - looked < most ? there - looked : (Py_ssize_t)most, found = 0;
+    if (!(messages = PyList_New(room > 0 ? room : 0)))
         goto done;
-    for (; looked < there && total < MOST_BYTES && PyList_GET_SIZE(messages) < most; looked++) {
+    for (; looked < there && total < MOST_BYTES && found < most; looked++) {
         int64_t body_end;
         const uint8_t *unit = (const uint8_t *)units->buf + looked * UNIT_BYTES, *later = unit + NEXT * UNIT_BYTES;
         if (looked + NEXT < there)
@@ -497,7 +520,7 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
             break;
         if (!unlimited) {
             budget -= expected.size;
-            if ((stopped = budget < 0 && !(first_is_free && !PyList_GET_SIZE(messages))))
+            if ((stopped = budget < 0 && !(first_is_free && !found)))
                 break;
         }
         Located *message = (Located *)type->tp_alloc(type, 0);
@@ -507,13 +530,11 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
         message->start = position;
         message->offset = expected.slot;
         message->body_end = body_end;
-        int added = PyList_Append(messages, (PyObject *)message);
-        Py_DECREF(message);
-        if (added < 0)
-            goto done;
+        PyList_SET_ITEM(messages, found++, (PyObject *)message);
         total += expected.size;
     }
-    result = Py_BuildValue("OnLO", messages, looked, total, stopped ? Py_True : Py_False);
+    Py_SET_SIZE(messages, found);
+    result = Py_BuildValue("OnLO", messages, looked - (Py_ssize_t)skipped, total, stopped ? Py_True : Py_False);
 done:
     Py_XDECREF(messages);
     let_go(&held);

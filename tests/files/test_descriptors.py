@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from mqstore.errors import StoreClosedError
-from mqstore.files.descriptors import DescriptorCache
+from mqstore.files.descriptors import DescriptorCache, File
+from mqstore.files.filesystem import REAL
 from tests.faults import FaultyFileSystem
 
 
@@ -124,3 +126,23 @@ def test_a_closed_cache_refuses(fs: HookedFileSystem, paths: list[str]) -> None:
     cache.close()
     with pytest.raises(StoreClosedError):
         cache.pread(paths[0], 1, 0)
+
+
+def test_file_outlives_the_finalizers_of_a_garbage_cycle(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"data")
+    read = []
+
+    class Owner:
+        def __init__(self) -> None:
+            self.file = File(REAL, str(tmp_path / "file"), os.O_RDONLY)
+            self.cycle = self
+
+        def __del__(self) -> None:
+            read.append(os.pread(self.file.fd, 4, 0))
+
+    fd = Owner().file.fd
+    gc.collect()
+
+    assert read == [b"data"]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mqstore.layout.consumequeue import UNIT, VOID_UNIT, is_message, is_void, unit_dtype
+from mqstore.layout.consumequeue import UNIT, VOID_UNIT, count_messages, is_message, is_void, unit_dtype, used_units
 from mqstore.layout.javahash import tag_hash
 
 
@@ -33,3 +33,27 @@ def test_void_is_exactly_one_pattern() -> None:
 def test_only_a_unit_that_points_at_a_record_is_a_message() -> None:
     units = [(0, 91, 0), (0, 0x7FFFFFFF, 0), (0, 0, 0), (-1, 91, 0), (5, -91, 0), (0, 1, -1)]
     assert is_message(np.array(units, dtype=unit_dtype())).tolist() == [True, False, False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("units", "count"),
+    [
+        ([], 0),
+        ([(0, 0, 0)] * 3, 0),
+        ([(0, 91, 0), (0, 0, 0)], 1),
+        ([(0, 0, 0), (91, 1 << 24, 0), (0, 0, 0)], 2),
+        ([(0, 0x7FFFFFFF, 0)], 1),
+        ([(0, 91, 0), (91, -5, 7), (5, 0, 0), (0, 0, 0)], 1),
+    ],
+)
+def test_used_units_end_with_the_last_positive_size(units: list[tuple[int, int, int]], count: int) -> None:
+    assert used_units(b"".join(UNIT.pack(*unit) for unit in units)) == count
+
+
+@pytest.mark.parametrize("times", [1, 600])
+def test_few_and_many_units_are_counted_alike(times: int) -> None:
+    units = [(0, 91, 0), (0, 0x7FFFFFFF, 0), (0, 0, 0), (-1, 91, 0), (5, -91, 0), (7, 0x7FFFFFFF, 0)]
+    assert count_messages(b"".join(UNIT.pack(*unit) for unit in units) * times) == (
+        2 * times,
+        (91 + 0x7FFFFFFF) * times,
+    )

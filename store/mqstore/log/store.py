@@ -199,6 +199,7 @@ class MessageStore(IteratingReader, Sending):
         splicer = Splicer(parts, txn, self._log, self.writer, self._syncs, self.wakeups)
         self._bulk = BulkAppender(parts, splicer, self._commit)
         self.background.add_task("look", _LOOK_MS, self.is_lost)
+        self.background.add_task("ahead", _LOOK_MS, lambda: self.records.drop_ahead())
         self.room = Room(
             parts,
             self._log,
@@ -526,6 +527,8 @@ class MessageStore(IteratingReader, Sending):
         try:
             if hasattr(self, "parts"):  # opening may have failed before it was set
                 self.parts.close()
+            if hasattr(self, "records"):
+                self.records.drop_ahead()
         finally:
             if self._lock is not None:
                 self._lock.release()

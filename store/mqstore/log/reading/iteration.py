@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from datetime import datetime
 from heapq import merge
+from itertools import chain
 from typing import Literal
 
 from mqstore.errors import InvalidMessageError
@@ -44,17 +45,29 @@ class IteratingReader(StoreReader):
         Unreadable messages are skipped as by `read`. Raises OffsetOutOfRangeError for a `start` offset that does not
         exist.
         """
+        # Not a generator, which would run for each message.
+        return chain.from_iterable(self._parts_of(topic, queue_id, start, stop, follow, tags))
+
+    def _parts_of(
+        self,
+        topic: str,
+        queue_id: int | None,
+        start: str | datetime | int,
+        stop: int | None,
+        follow: bool,
+        tags: str | None,
+    ) -> Iterator[Iterable[Message]]:
         if queue_id is not None:
             queue = self.queue_named(topic, queue_id)
             position, named = self._start_of(queue, start), isinstance(start, int)
             if stop is None and not follow and position <= queue.max_offset:
                 stop = queue.max_offset
-            yield from self._iter_queue(queue, position, stop, follow, tags, named=named)
+            yield from self._batches(queue, position, stop, follow, tags, named=named)
             return
         if isinstance(start, int) or stop is not None:
             raise InvalidMessageError("start and stop are offsets of one queue: give queue_id=, too", "start")
         positions = {ref: self._start_of(self.queue_named(*ref), start) for ref in self.queues(topic)}
-        yield from self.follow_queues(topic, positions, tags) if follow else self._merged(positions, tags)
+        yield self.follow_queues(topic, positions, tags) if follow else self._merged(positions, tags)
 
     def follow_queues(
         self, topic: str, positions: dict[QueueRef, int], tags: str | None, queue_id: int | None = None
@@ -81,12 +94,12 @@ class IteratingReader(StoreReader):
 
     def _merged(self, positions: dict[QueueRef, int], tags: str | None) -> Iterator[Message]:
         """Yield the messages that the queues have now, from `positions` on, and move the positions."""
-        rounds = [self._round(ref, positions, tags) for ref in positions]
+        rounds = [chain.from_iterable(self._round(ref, positions, tags)) for ref in positions]
         return merge(*rounds, key=lambda m: (m.store_timestamp_ms, m.physical_offset))
 
-    def _round(self, ref: QueueRef, positions: dict[QueueRef, int], tags: str | None) -> Iterator[Message]:
+    def _round(self, ref: QueueRef, positions: dict[QueueRef, int], tags: str | None) -> Iterator[list[Message]]:
         queue = self.queue_named(*ref)
-        positions[ref] = yield from self._iter_queue(queue, positions[ref], queue.max_offset, False, tags)
+        positions[ref] = yield from self._batches(queue, positions[ref], queue.max_offset, False, tags)
 
     def _wait_for_news(self, queues: Callable[[], list[QueueRef]], positions: dict[QueueRef, int]) -> None:
         """Return when one of `queues` has grown beyond its position, or a new queue exists."""
@@ -114,7 +127,7 @@ class IteratingReader(StoreReader):
             )
         return queue.min_offset if start == "earliest" else queue.max_offset
 
-    def _iter_queue(
+    def _batches(
         self,
         queue: ConsumeQueue,
         start: int,
@@ -123,8 +136,8 @@ class IteratingReader(StoreReader):
         tags: str | None,
         *,
         named: bool = False,
-    ) -> Generator[Message, None, int]:
-        """Yield messages of `queue`. Return the offset after the last one examined.
+    ) -> Generator[list[Message], None, int]:
+        """Yield messages of `queue`, many at a time. Return the offset after the last one examined.
         With `named`, the caller asked for offset `start`, and gets an error if it does not exist."""
         position = start
         size = 32
@@ -146,10 +159,11 @@ class IteratingReader(StoreReader):
                 continue
             if result.status in ("OFFSET_TOO_SMALL", "OFFSET_OVERFLOW_BADLY"):
                 raise outside(queue.ref, position, result)
-            for message in result.messages:
-                if stop is not None and message.offset >= stop:
-                    return stop
-                yield message
+            messages = result.messages
+            if stop is not None and messages and messages[-1].offset >= stop:
+                yield [message for message in messages if message.offset < stop]
+                return stop
+            yield messages
             if result.next_offset > position:
                 position = result.next_offset
                 size = min(2 * size, 1024)

@@ -341,6 +341,17 @@ class StoreReader(Closing):
         Raises TopicNotFoundError, OffsetOutOfRangeError (with the bounds), FilterError. Unreadable messages are skipped
         and counted (`stats().bad_records`). Each file with such messages is logged once.
         """
+        ahead = self.records.ahead
+        if (
+            ahead is not None
+            and offset == ahead.next_offset
+            and tags == "*"
+            and max_bytes is None
+            and not self._closed
+            and (found := self.records.continued(ahead, topic, queue_id, offset, max_messages))
+        ):
+            self._gets += max_messages
+            return found
         result = self.get(topic, queue_id, offset, max_messages, max_bytes=max_bytes, tags=tags)
         if result.messages:
             return result.messages

@@ -12,15 +12,14 @@ import logging
 import mmap
 from collections.abc import Callable
 from itertools import pairwise, repeat
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mqstore import arrays as np
 from mqstore.errors import FormatError
 from mqstore.files.lock import writer_alive
-from mqstore.files.segment import place_in_file
+from mqstore.files.segment import Segment, place_in_file
 from mqstore.layout.bodyref import place_of
-from mqstore.layout.consumequeue import UNIT, VOID_SIZE, is_message
+from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, VOID_SIZE, is_message
 from mqstore.layout.dispatch import SCHEDULE_TOPIC, tags_code_at
 from mqstore.layout.record import MIN_RECORD_BYTES, check_record, decode_record
 from mqstore.log.consumequeue import ConsumeQueue
@@ -38,6 +37,8 @@ _log = logging.getLogger("mqstore")
 
 _COMPILED_UNITS = 4096
 """Maximum number of units read at once. Their messages keep all of them in memory."""
+_AHEAD_UNITS = 1024
+"""Number of units read by a read that continues the last one. Units that the writer has published do not change."""
 _LOOK_AHEAD_UNITS = 256
 _WAITING_TOPICS = frozenset({SCHEDULE_TOPIC, TIMER_TOPIC})
 """Topics whose records may refer to the body of an earlier record."""
@@ -62,11 +63,32 @@ class Request(NamedTuple):
     """True if skipped messages are logged."""
 
 
+class Ahead:
+    """Units of a queue, from offset `first` on, that were read before their messages are asked for."""
+
+    __slots__ = ("batch", "buffer", "first", "next_offset", "queue", "segment", "start", "stop", "units")
+
+    def __init__(
+        self, queue: ConsumeQueue, segment: Segment, batch: UnitBatch, units: bytes, first: int, next_offset: int
+    ) -> None:
+        self.queue = queue
+        self.segment = segment
+        self.start = segment.start
+        self.batch = batch
+        self.buffer = batch.buffer
+        self.units = units
+        self.first = first
+        self.stop = first + len(units) // UNIT_BYTES
+        self.next_offset = next_offset
+        """End of the last read: a read from this offset on continues it."""
+
+
 class RecordReader:
     def __init__(
         self, parts: StoreParts, news: ChangeFeed, checker: RecordChecker, check_open: Callable[[], None]
     ) -> None:
         self.checker = checker
+        self._read_units: Any = getattr(checker.kernel, "read_units", None)
         self.bytes_read = 0
         """Bytes of the returned records."""
         self.bad: set[int] = set()
@@ -77,22 +99,26 @@ class RecordReader:
         self._run = parts.log_files
         self._news = news
         self._check_open = check_open
+        self.ahead: Ahead | None = None
+        """Units of the last read, for a read that continues it."""
         self._told: set[str] = set()
         """Files whose loss or damage was logged."""
 
     def views(self, asked: Request) -> tuple[list[Message], int, bool]:
         """Return the messages, the offset after the last unit consumed, and whether `max_bytes` ended the read."""
-        kernel = self.checker.kernel
-        found = None if kernel is None else self._compiled(kernel, asked)
+        found = None if self.checker.kernel is None else self._compiled(asked)
         messages, after, stop = self._locate(asked) if found is None else found
         if (unit_filter := asked.unit_filter) is not None:
             messages = unit_filter.apply(messages)
         return messages, after, stop
 
-    def _compiled(self, kernel: ModuleType, asked: Request) -> tuple[list[Message], int, bool] | None:
+    def _compiled(self, asked: Request) -> tuple[list[Message], int, bool] | None:
         """Read as `_locate` does, up to the first unit that is not an ordinary message of the same segment.
         Returns None if that is the first unit. Then nothing has changed, and `_locate` handles it."""
         queue, offset, count, unit_filter, max_messages, max_bytes, is_first, _ = asked
+        ahead = self.ahead
+        if unit_filter is None and ahead is not None and ahead.queue is queue and ahead.next_offset == offset:
+            count = max(count, min(_AHEAD_UNITS, queue.max_offset - offset))
         units = queue.read(offset, min(count, _COMPILED_UNITS))
         physical, size, _ = UNIT.unpack_from(units)
         if not 0 < size < VOID_SIZE or physical < 0:
@@ -103,13 +129,15 @@ class RecordReader:
         segment, buffer = there
         budget = -1 if max_bytes is None else min(max(max_bytes, 0), 1 << 62)
         messages: list[Message]
-        messages, looked, total, stop = kernel.read_units(
+        batch = UnitBatch(queue.ref, buffer, units, offset, self.finder(queue.topic))
+        messages, looked, total, stop = self._read_units(
             Message,
-            UnitBatch(queue.ref, buffer, units, offset, self.finder(queue.topic)),
+            batch,
             buffer,
             segment.start,
             units,
             offset,
+            0,
             None if unit_filter is None else unit_filter.hashes,
             max_messages,
             queue.queue_id,
@@ -118,8 +146,48 @@ class RecordReader:
         )
         if not looked and not stop:
             return None
+        if unit_filter is None and self.checker.passes_over_bad:
+            self.ahead = Ahead(queue, segment, batch, units, offset, offset + looked)
         self.bytes_read += total
         return messages, offset + looked, stop
+
+    def continued(self, ahead: Ahead, topic: str, queue_id: int, offset: int, count: int) -> list[Message]:
+        """Return `count` messages, or [] if that takes more than the units read ahead."""
+        queue = ahead.queue
+        if (
+            topic != queue.topic
+            or queue_id != queue.queue_id
+            or not 0 < count <= ahead.stop - offset
+            or offset < queue.min_offset
+            or ahead.segment.mapping is not ahead.buffer  # retention deleted it, or the store was closed
+        ):
+            return []
+        found: list[Message]
+        found, _, total, _ = self._read_units(
+            Message,
+            ahead.batch,
+            ahead.buffer,
+            ahead.start,
+            ahead.units,
+            ahead.first,
+            offset - ahead.first,
+            None,
+            count,
+            queue_id,
+            queue.topic_bytes,
+            -1,
+        )
+        if len(found) < count:
+            return []
+        ahead.next_offset = offset + count
+        self.bytes_read += total
+        return found
+
+    def drop_ahead(self) -> None:
+        """Drop the mapping of a deleted segment, which would keep its disk space."""
+        ahead = self.ahead
+        if ahead is not None and ahead.segment.mapping is not ahead.buffer:
+            self.ahead = None
 
     def _locate(self, asked: Request) -> tuple[list[Message], int, bool]:
         """Return the messages of the units whose records are good. The other results are those of `views`."""
