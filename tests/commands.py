@@ -34,7 +34,7 @@ def looking(store: object, copy: object, *, topic: str = "orders", group: str = 
         "export": "DIR",
         "get": f"DIR --topic {topic}",
         "get, a key": f"DIR --topic {topic} --key k1",
-        "get, any topic": "DIR --from 2020-01-01 --grep o --where TAGS='created' --limit 99",
+        "get, any topic": "DIR --from 1970-01-02 --grep . --where 1=1 --limit 99",
         "get, bytes": "DIR --physical-offset 0 --hex",
         "get, the newest": f"DIR --topic {topic} --last 10",
         "snapshot": "DIR COPY",
