@@ -14,6 +14,8 @@ enum {
     MOST_SETTLED = MOST_BITS + 1,
     MOST_CLAIMS = 256,     /* of one call */
     HEAD_BYTES = 1024,     /* room for the names in a record: Python handles longer ones */
+    MIN_INVISIBLE_MS = 100,
+    MAX_INVISIBLE_MS = 12 * 3600 * 1000,
     NUMBER_BYTES = 20,     /* of 64 bits, with its sign */
     TEXT_BYTES = 192,      /* room for the numbers of a record or receipt, six at most, and the text between them */
     POPPED_BYTES = HEAD_BYTES + TEXT_BYTES + 3 * MAX_BATCH,
@@ -25,7 +27,7 @@ enum {
 #define NO_ORDER " 0 0 mqstore "
 #define IN_ORDER " 999 0 mqstore "
 
-static PyObject *compact_name, *note_name;
+static PyObject *compact_name, *note_name, *at_once_name, *has_choice_name, *parked_name, *queues_name, *quick_name;
 
 /* Read the number in `object`; false, without an exception, if it is not an int of 64 bits. */
 static bool number_of(PyObject *object, long long *number)
@@ -71,12 +73,14 @@ static PyObject *ascii_of(const char *text, Py_ssize_t size)
 
 typedef struct {
     PyObject_HEAD
-    PyObject *tip, *queue, *pop_tail, *ack_tail, *resets, *orders, *offsets, *freed, *batch, *delivery, *journal;
+    PyObject *tip, *queue, *pop_tail, *ack_tail, *resets, *orders, *offsets, *freed, *batch, *delivery, *journal,
+        *routes, *waiters, *slow;
     long long max_body, order_changes, journal_end;
 } PopFields;
 
 #define SHARED(F) \
-    F(tip) F(queue) F(pop_tail) F(ack_tail) F(resets) F(orders) F(offsets) F(freed) F(batch) F(delivery) F(journal)
+    F(tip) F(queue) F(pop_tail) F(ack_tail) F(resets) F(orders) F(offsets) F(freed) F(batch) F(delivery) F(journal) F(routes) \
+    F(waiters) F(slow)
 
 COLLECTED(pop_fields, PopFields, SHARED)
 
@@ -619,7 +623,64 @@ static PyObject *method_settle(PopFields *self, PyObject *const *args, Py_ssize_
     return PyLong_FromLong(done);
 }
 
+/* Return the route of a group and topic if its member `flag` is true. A new reference; NULL, perhaps with an exception. */
+static PyObject *route_of(const PopFields *self, PyObject *group, PyObject *topic, PyObject *flag)
+{
+    PyObject *key = PyTuple_Pack(2, group, topic), *route = NULL;
+    if (key && self->routes && PyDict_CheckExact(self->routes))
+        route = PyDict_GetItemWithError(self->routes, key);
+    Py_XDECREF(key);
+    PyObject *wanted = route ? PyObject_GetAttr(route, flag) : NULL;
+    Py_XDECREF(wanted);
+    return wanted == Py_True ? Py_NewRef(route) : NULL;
+}
+
+/* pop_at_once(group, topic, n, invisible_ms, order) -> deliveries: `PopService.pop_at_once`, without a call of Python for the
+   ordinary case. */
+static PyObject *method_pop_at_once(PopFields *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!has_arguments("pop_at_once", nargs, 5))
+        return NULL;
+    long long invisible_ms;
+    PyObject *found = NULL, *route = route_of(self, args[0], args[1], at_once_name);
+    if (!route)
+        return PyErr_Occurred() ? NULL : PyList_New(0);
+    PyObject *choice = PyObject_GetAttr(route, has_choice_name), *queues = PyObject_GetAttr(route, queues_name);
+    PyObject *parked = self->waiters ? PyObject_GetAttr(self->waiters, parked_name) : NULL;
+    if (choice && queues && parked) {
+        bool plain = choice == Py_False && PyObject_IsTrue(parked) == 0 && PyList_CheckExact(queues) && PyList_GET_SIZE(queues) &&
+                     number_of(args[3], &invisible_ms) && invisible_ms >= MIN_INVISIBLE_MS && invisible_ms <= MAX_INVISIBLE_MS;
+        PyObject *items[] = {plain ? PyList_GET_ITEM(queues, 0) : NULL, args[2], args[3], args[1], Py_True, args[4]};
+        found = plain ? method_deliver(self, items, 6) : PyObject_Vectorcall(self->slow, args, 5, NULL);
+    }
+    if (found == Py_None)
+        Py_SETREF(found, PyList_New(0));
+    Py_XDECREF(choice);
+    Py_XDECREF(queues);
+    Py_XDECREF(parked);
+    Py_DECREF(route);
+    return found;
+}
+
+/* ack_at_once(group, topic, receipts) -> the number settled, like `PopService.ack_at_once`. */
+static PyObject *method_ack_at_once(PopFields *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!has_arguments("ack_at_once", nargs, 3))
+        return NULL;
+    PyObject *done = NULL, *route = route_of(self, args[0], args[1], quick_name);
+    if (!route)
+        return PyErr_Occurred() ? NULL : PyLong_FromLong(0);
+    PyObject *items[] = {PyObject_GetAttr(route, queues_name), args[2]};
+    if (items[0])
+        done = method_settle(self, items, 2);
+    Py_XDECREF(items[0]);
+    Py_DECREF(route);
+    return done;
+}
+
 static PyMethodDef pop_fields_methods[] = {
+    {"pop_at_once", (PyCFunction)(void (*)(void))method_pop_at_once, METH_FASTCALL, "Return deliveries: see pop/service.py."},
+    {"ack_at_once", (PyCFunction)(void (*)(void))method_ack_at_once, METH_FASTCALL, "Return the number settled."},
     {"note_entry", (PyCFunction)(void (*)(void))method_note, METH_FASTCALL, "Append to the journal: see pop/tables.py."},
     {"deliver", (PyCFunction)(void (*)(void))method_deliver, METH_FASTCALL, "Return deliveries, or None: see pop/tables.py."},
     {"settle", (PyCFunction)(void (*)(void))method_settle, METH_FASTCALL, "Return the number settled: see pop/tables.py."},
@@ -631,6 +692,9 @@ static PyMemberDef pop_fields_members[] = {
     SHARED(MEMBER)
     {"_max_body", T_LONGLONG, offsetof(PopFields, max_body), 0, NULL},
     {"_order_changes", T_LONGLONG, offsetof(PopFields, order_changes), 0, NULL},
+    {"routes", T_OBJECT, offsetof(PopFields, routes), 0, NULL},
+    {"waiters", T_OBJECT, offsetof(PopFields, waiters), 0, NULL},
+    {"slow", T_OBJECT, offsetof(PopFields, slow), 0, NULL},
     {"journal_map", T_OBJECT, offsetof(PopFields, journal), 0, NULL},
     {"journal_end", T_LONGLONG, offsetof(PopFields, journal_end), 0, NULL},
     {NULL},
@@ -647,5 +711,10 @@ int pop_init(void)
 {
     compact_name = PyUnicode_InternFromString("_compact");
     note_name = PyUnicode_InternFromString("note");
-    return !compact_name || !note_name || pop_fields_init() < 0 || PyType_Ready(&PopFieldsType) < 0 ? -1 : 0;
+    at_once_name = PyUnicode_InternFromString("at_once");
+    has_choice_name = PyUnicode_InternFromString("has_choice");
+    parked_name = PyUnicode_InternFromString("parked");
+    queues_name = PyUnicode_InternFromString("queues");
+    quick_name = PyUnicode_InternFromString("quick");
+    return !compact_name || !note_name || !at_once_name || !has_choice_name || !parked_name || !queues_name || !quick_name || pop_fields_init() < 0 || PyType_Ready(&PopFieldsType) < 0 ? -1 : 0;
 }

@@ -564,6 +564,35 @@ def test_failed_put_leaves_the_message(pair: Pair) -> None:
     assert bench.committed() == 1
 
 
+@compiled
+@pytest.mark.parametrize("queues", [1, 3])
+@pytest.mark.parametrize("parks", [False, True])
+def test_compiled_calls_at_once_are_those_of_python(tmp_path: Path, queues: int, parks: bool) -> None:
+    with Pair(tmp_path) as pair:
+        create(pair, queues)
+        for queue_id in range(queues):
+            pair.do(lambda bench, queue_id=queue_id: bench.put("t", 8, queue_id=queue_id))
+            pair.pop(queue_id=queue_id)
+        woken: list[list[bool]] = [[], []]
+        for bench, fired in zip(pair.benches, woken, strict=True):
+            bench.tables._tip = bench.tables.log.ways["ck"].log  # deliver by compiled code in both
+            if parks:
+                bench.waiters.add_waiter("t", -1, None, None, fired.append, None, group="g")
+        compiled_calls, python_calls = pair.benches[0].tables, pair.benches[1].service
+        for topic, n, invisible_ms in [
+            *[("t", 1, 60_000)] * 4,
+            *(("nowhere", 1, 60_000), ("t", 1, 99), ("t", 1, 43_200_001), ("t", 33, 60_000), ("t", 2, 60_000)),
+        ]:
+            given = [each.pop_at_once("g", topic, n, invisible_ms, False) for each in (compiled_calls, python_calls)]
+            assert [each[1:] for each in given[0]] == [each[1:] for each in given[1]]
+            receipts = [each.receipt for each in given[0]]
+            done = [each.ack_at_once("g", topic, receipts) for each in (compiled_calls, python_calls)]
+            assert done == [len(receipts)] * 2
+        pair.do(lambda bench: bench.settle() and None)
+        assert woken[0] == woken[1]
+        pair.check()
+
+
 PROPERTIES = st.dictionaries(
     st.sampled_from(["mine", "DELAY", "DELAYED", "TIMER_OUT_MS", "1ST_POP_TIME", "UNIQ_KEY", "TAGS"]),
     st.sampled_from(["1", "é", "x" * 30]),

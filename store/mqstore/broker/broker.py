@@ -69,7 +69,7 @@ from mqstore.log.stats import StoreStats
 from mqstore.log.store import MessageStore
 from mqstore.log.writing.outgoing import Body, OutgoingMessage
 from mqstore.log.writing.writer import RecordOptions
-from mqstore.native import Sending, compiled_put
+from mqstore.native import Sending, compiled_put, kernel
 from mqstore.options import Durability, Duration, milliseconds, seconds
 from mqstore.signalsafe import check_holds_none
 
@@ -162,8 +162,9 @@ class Broker(Closing, Sending, BrokerContract):
             parts, wake("pop"), self._waiters, self._reads, self._retries.dead_letter, begun=self.begun
         )
         # Not methods: a call between costs as much as some of the work.
-        self.pop_at_once = self._pop.pop_at_once
-        self.ack_at_once = self._pop.ack_at_once
+        at_once = self._pop if kernel is None else self._pop.tables
+        self.pop_at_once = at_once.pop_at_once
+        self.ack_at_once = at_once.ack_at_once
         self.has_room = store.wakeups.log.has_room
         self.save_offsets = parts.offsets.save
         self._statistics = parts.statistics  # a server shows counters without the cost of `stats`

@@ -54,13 +54,21 @@ class Routes:
     """Routes of one store. A state is dropped with its topic or group."""
 
     def __init__(self, tables: PopTables) -> None:
-        self.known: dict[tuple[str, str], Route] = {}
-        """Routes by (group, topic)."""
         self._tables = tables
+        self.known = {}
         self._topics, self._groups = tables.parts.topics, tables.parts.groups
         self._topics.on_change.append(self._topic_changed)
         self._groups.on_change.append(self._group_changed)
         self._topics.in_order.append(self._in_order)
+
+    @property
+    def known(self) -> dict[tuple[str, str], Route]:
+        """Routes by (group, topic)."""
+        return self._tables.routes
+
+    @known.setter
+    def known(self, routes: dict[tuple[str, str], Route]) -> None:
+        self._tables.routes = routes
 
     def require(self, group: str, topic: str) -> Route:
         """Return the route of a group that pops a topic. A missing group may be created.

@@ -103,6 +103,10 @@ class PopTables(PopFields):
     """Mapping of the journal, while it has a file."""
     journal_end: int
     """End of the journal's entries. 0 while it is closed."""
+    routes: dict[tuple[str, str], Any]
+    """`Routes.known`."""
+    slow: Callable[[str, str, int, int, bool], list[Delivery]]
+    """`PopService.pop_at_once`, for topics of several queues, or with waiting receivers."""
 
     if TYPE_CHECKING:
 
@@ -111,6 +115,12 @@ class PopTables(PopFields):
         ) -> list[Delivery] | None:
             """Pop the next `n` messages, which must be prefetched neighbours. Takes the state's lock.
             Returns None, with nothing changed, for any other case of `pop` of `UnorderedQueues` or `OrderedQueues`."""
+
+        def pop_at_once(self, group: str, topic: str, n: int, invisible_ms: int, order: bool) -> list[Delivery]:
+            """Pop like `PopService.pop_at_once`."""
+
+        def ack_at_once(self, group: str, topic: str, receipts: Sequence[str]) -> int:
+            """Acknowledge like `PopService.ack_at_once`."""
 
         def settle(self, states: list[QueueState], receipts: Sequence[str]) -> int:
             """Acknowledge deliveries from queues of `states`, a list by queue id. Takes the states' locks.
