@@ -19,7 +19,8 @@ enum {
     NUMBER_BYTES = 20,     /* of 64 bits, with its sign */
     TEXT_BYTES = 192,      /* room for the numbers of a record or receipt, six at most, and the text between them */
     POPPED_BYTES = HEAD_BYTES + TEXT_BYTES + 3 * MAX_BATCH,
-    ENTRY_AT = 16, /* bytes before the body of an entry (journal.py) */
+    ENTRY_AT = 16,    /* bytes before the body of an entry (journal.py) */
+    ENTRY_ROOM = 512, /* the journal is full without so many bytes, which suffice for most entries */
     SETTLED_BYTES = TEXT_BYTES + MOST_SETTLED * (NUMBER_BYTES + 1),
 };
 
@@ -115,7 +116,8 @@ static long long note_entry(PopFields *self, long long position, const char *bod
         PyErr_Clear();
         return 0;
     }
-    bool fits = end + 8 <= view.len;
+    Py_ssize_t view_bytes = view.len;
+    bool fits = end + 8 <= view_bytes;
     if (fits) {
         char *entry = (char *)view.buf + at;
         memset(entry, 0, 8);
@@ -127,7 +129,7 @@ static long long note_entry(PopFields *self, long long position, const char *bod
         memcpy(entry, &size, 8); /* last: until then the entry is the end */
     }
     PyBuffer_Release(&view);
-    self->journal_end = fits ? end : 0;
+    self->journal_end = fits && end + ENTRY_ROOM <= view_bytes ? end : 0;
     return fits ? -at : 0;
 }
 

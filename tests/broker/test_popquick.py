@@ -181,13 +181,13 @@ def step(pair: Pair, kind: str, first: Any, second: Any, serial: int) -> None:
     steps=st.lists(STEPS, max_size=40),
     queues=st.integers(1, 3),
     way=st.sampled_from(list(ORDERS)),
-    room=st.sampled_from([400, 1 << 18]),
+    room=st.sampled_from([900, 1 << 18]),
 )
 def test_compiled_pops_leave_what_pops_of_python_leave(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, Any, Any]], queues: int, way: str, room: int
 ) -> None:
     with Pair(tmp_path_factory.mktemp("pair"), way) as pair, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(journal, "_FILE_BYTES", room)  # 400: for two pops
+        patched.setattr(journal, "_FILE_BYTES", room)  # 900: for three pops
         create(pair, queues)
         pair.do(lambda bench: bench.put("t", 8))
         for serial, (kind, first, second) in enumerate(steps):

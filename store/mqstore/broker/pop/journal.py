@@ -41,6 +41,8 @@ _log = logging.getLogger("mqstore")
 
 ENTRY: Final = struct.Struct("=qq")
 """Size of the body and position in the pop log, before the body of an entry."""
+ENTRY_ROOM: Final = 512
+"""The journal is full if it has less room than this, which suffices for most entries."""
 _HEAD_BYTES: Final = 128
 _FILE_BYTES: Final = 1 << 18
 """Room for more than a thousand deliveries. Folding costs as much as two deliveries."""

@@ -17,7 +17,7 @@ from mqstore.broker.context import Parts
 from mqstore.broker.filters.filter import Filter
 from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.batch import Batch
-from mqstore.broker.pop.journal import ENTRY, PopJournal, entry_bytes
+from mqstore.broker.pop.journal import ENTRY, ENTRY_ROOM, PopJournal, entry_bytes
 from mqstore.broker.pop.log import ACK, LOCAL, POP, PopLog, pop_body, settled_body
 from mqstore.broker.pop.orderinfo import OrderInfo, OrderInfoTable, record_of
 from mqstore.broker.pop.request import Delivery
@@ -55,7 +55,8 @@ class PopFields:
     journal_end: int
 
     def note_entry(self, position: int, body: bytes) -> int:
-        """Append an entry to the journal (`journal.py`). Return its name, or 0 if it is closed, or full and now closed.
+        """Append an entry to the journal (`journal.py`), and close it if it is full. Return the name of the entry.
+        Returns 0 if the journal is closed or the entry does not fit.
         Compiled, no other thread runs meanwhile, so the lock is not needed."""
         with self.noting:
             at, journal = self.journal_end, self.journal_map
@@ -69,7 +70,7 @@ class PopFields:
             journal[begin : begin + len(body)] = body
             journal[end : end + 8] = bytes(8)
             journal[at : at + 8] = ENTRY.pack(len(body), 0)[:8]  # last: until then the entry is the end
-            self.journal_end = end
+            self.journal_end = end if end + ENTRY_ROOM <= len(journal) else 0
             return -at
 
 
