@@ -126,10 +126,11 @@ def test_a_trace_is_in_order_and_none_is_a_finding(store: Path) -> None:
     shown = mqstore(*call, "poison").stdout
     nothing = mqstore(*call, "nobody")
 
-    assert [hop["kind"] for hop in found["hops"]] == ["sent", "dead letter"]
-    assert "because no such thing" in shown
+    [life] = found["messages"]
+    assert [event["event"] for event in life["events"]] == ["stored", "delivered", "dead letter"]
+    assert "no such thing" in shown
     assert (nothing.exit_code, "no message has the key nobody" in nothing.stderr) == (1, True)
-    assert mqstore(*call, "two words").exit_code == 2
+    assert mqstore(*call, " ").exit_code == 2
 
 
 def test_an_export_to_a_folder_writes_it_once(store: Path, tmp_path: Path) -> None:

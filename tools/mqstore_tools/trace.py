@@ -1,4 +1,4 @@
-"""`mqstore trace`: follow one key through all stores."""
+"""`mqstore trace`: tell what happened to a message."""
 
 from __future__ import annotations
 
@@ -7,58 +7,74 @@ from typing import Any
 import click
 
 from mqstore_tools.multi_store import on_spark, spark_option, stores_argument
-from mqstore_tools.render import pick, progress, show_tables, when
+from mqstore_tools.render import note, pick, progress, safe, show_tables, when
 from mqstore_tools.shared import FINDINGS, StoreCommand, json_option
 
 
 @click.command(
     cls=StoreCommand,
-    short_help="Follow one key through all stores.",
+    short_help="Tell what happened to a message, and where it is.",
     epilog="""\b
 Examples:
-  mqstore trace fleet/* order-4711
-  mqstore trace var/mq 7F0000010B7A63947C6B0F4A1D2E0001 --json     # a unique key""",
+  mqstore trace var/mq order-4711
+  mqstore trace var/mq orders/0@48 --group billing
+  mqstore trace var/mq 7F000001000000000000000000000400 --json
+  mqstore trace fleet/* order-4711            # in many stores""",
 )
 @stores_argument
-@click.argument("key")
+@click.argument("key", metavar="KEY|ID|OFFSET")
+@click.option("--group", "groups", multiple=True, help="Only this group; may be repeated.")
 @spark_option
 @json_option
-def trace(stores: tuple[str, ...], key: str, master: str | None, json_output: bool) -> None:
-    """Find all copies of the messages with this KEY, or with this unique key, in the stores in DIR.
+def trace(stores: tuple[str, ...], key: str, groups: tuple[str, ...], master: str | None, json_output: bool) -> None:
+    """Tell what happened to the messages with this key, id or place, and where they are, for each group.
 
-    Copies in topics, delays, retries and dead letters are listed in the order in which they were stored. `mqstore get
-    DIR --message-id ID` prints the unique key of a message whose id you have. Exit code 1 if nothing is found.
+    KEY is one of a message's keys, its unique key, or the unique name of a queue's item. ID is a message id, such as
+    `receipt.id`. OFFSET is TOPIC/QUEUE@OFFSET, or the physical offset of a record. The first of these that leads to a
+    message counts.
+
+    Copies for delays, retries and dead letters are followed. Events come from the log, the log of pops with its
+    journal, and `cut/`: stored, delayed, delivered, failed with which error, lease ended, retry, dead letter,
+    acknowledged. A lease ends at the time at which it was due. A delivery within the program that succeeds at once, and
+    a read by offset, leave no record: the message is then done, by the committed offset.
+
+    Notes on stderr say what cannot be known, since it was deleted or is damaged. Exit code 1 if no message is found.
     """
     from mqstore.jobs import trace as follow
 
     with on_spark(master) as spark, progress("looking", of_bytes=False) as report:
-        found = follow(stores, key, spark=spark, progress=report).to_dict()
-    cells = [
-        [
-            when(hop["store_ms"]),
-            *pick(hop, "store kind topic queue_id queue_offset"),
-            hop["attempts"] + (hop["kind"] != "dead letter"),  # no attempt follows
-            _details(hop),
-        ]
-        for hop in found["hops"]
-    ]
-    columns = ("stored", "store", "what", "topic", "queue>", "offset>", "attempt>", "details")
-    empty = f"no message has the key {found['key']}"
-    show_tables(found, ("", columns, cells), json_output=json_output, empty=empty)
-    if not found["hops"]:
+        found = follow(stores, key, groups, spark=spark, progress=report).to_dict()
+    tables = [table for life in found["messages"] for table in _tables(life, several=len(stores) > 1)]
+    show_tables(
+        found, *tables, json_output=json_output, empty="" if tables else f"no message has the key {found['key']}"
+    )
+    for why in () if json_output else found["missed"]:
+        note(f"not known: {why}")
+    if not found["messages"]:
         click.get_current_context().exit(FINDINGS)
 
 
-def _details(hop: dict[str, Any]) -> str:
-    facts = []
-    if hop["origin_topic"] is not None and hop["origin_topic"] != hop["topic"]:
-        facts.append(f"of {hop['origin_topic']}")
-    if hop["deliver_ms"] is not None:
-        facts.append(f"due {when(hop['deliver_ms'])}")
-    if hop["reason"] is not None:
-        facts.append(f"because {hop['reason']}")
-    if hop["consumed_by"]:
-        facts.append(f"consumed by {', '.join(hop['consumed_by'])}")
-    if hop["waiting_for"]:
-        facts.append(f"waits for {', '.join(hop['waiting_for'])}")
-    return "; ".join(facts)
+def _tables(life: dict[str, Any], *, several: bool) -> list[tuple[str, tuple[str, ...], list[list[object]]]]:
+    facts = [f"tag={life['tag']}"] * (life["tag"] is not None) + [f"keys={' '.join(life['keys'])}"] * bool(life["keys"])
+    title = "  ".join(
+        [f"{life['store']}: {life['topic']}" if several else life["topic"], *facts, f"id={life['unique_key']}"]
+    )
+    events = [
+        [
+            when(row["at_ms"]),
+            *pick(row, "event group"),
+            "{topic}/{queue_id}@{queue_offset}".format(**row),
+            _details(row),
+        ]
+        for row in life["events"]
+    ]
+    states = [["now", row["state"], row["group"], "", _details(row)] for row in life["groups"]]
+    return [(safe(title), ("time", "event", "group", "message", "details"), events + states)]
+
+
+def _details(row: dict[str, Any]) -> str:
+    facts = [f"attempt {row['attempt']}"] * (row["attempt"] is not None)
+    name = row.get("event") or row["state"]
+    until = "until" if name in ("delivered", "extended", "leased") else "due"
+    facts += [f"{until} {when(row['until_ms'])}"] * (row["until_ms"] is not None)
+    return ", ".join([*facts, *filter(None, (row.get("holder"), row["reason"]))])

@@ -53,7 +53,9 @@ TIMER_DEQUEUE_MS: Final = "TIMER_DEQUEUE_MS"
 TIMER_ROLL_TIMES: Final = "TIMER_ROLL_TIMES"
 TIMER_DEL_UNIQKEY: Final = "TIMER_DEL_UNIQKEY"
 TIMER_DELAY_LEVEL: Final = "TIMER_DELAY_LEVEL"
-DLQ_REASON: Final = "dlq_reason"  # the one name that is ours: why a message was dead-lettered
+# These names are ours: why a message was dead-lettered, or is redelivered.
+DLQ_REASON: Final = "dlq_reason"
+RETRY_REASON: Final = "mqstore_retry_reason"
 
 _OTHERS: Final = (
     "MIN_OFFSET MAX_OFFSET CONSUME_START_TIME POP_CK_OFFSET DUP_INFO MSG_REGION TRACE_ON TRACE_CONTEXT CLUSTER "

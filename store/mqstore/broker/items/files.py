@@ -14,6 +14,7 @@ from mqstore.broker.context import Tables
 from mqstore.broker.delay.timermessages import cancellations
 from mqstore.broker.delay.timerqueries import is_cancelled, waits_for
 from mqstore.broker.items.state import Items, Levels
+from mqstore.broker.pop.tables import PopTables
 from mqstore.layout.javahash import java_hash
 from mqstore.log.message import Message
 
@@ -47,11 +48,11 @@ class TimerFiles:
         return max(0, waiting - cancels // cancellations(self._store.manifest))
 
 
-def items_of(tables: Tables) -> Items:
-    """Return the items as the files have them."""
+def items_of(tables: Tables, pops: PopTables | None = None) -> Items:
+    """Return the items as the files have them. `pops` is the result of `looked_pops`, if it is known."""
     timer = TimerFiles(tables)
     owner = "the process that opened the store"
-    return Items(tables, looked_pops(tables), timer, *waiting_of(tables, timer.count), owner)
+    return Items(tables, looked_pops(tables) if pops is None else pops, timer, *waiting_of(tables, timer.count), owner)
 
 
 def waiting_of(tables: Tables, timer: Callable[[str], int]) -> tuple[Levels, Callable[[str], int]]:

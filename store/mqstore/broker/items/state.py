@@ -167,6 +167,11 @@ class Items:
         self._tables, self._pops, self._timer, self._levels, self._waiting = tables, pops, timer, levels, waiting
         self._owner = owner
 
+    def find(self, group: str, topic: str, unique_key: str) -> Item | None:
+        """Return the item with this unique key, unless it is done or dead. Raises TopicNotFoundError."""
+        with self._pops.moving:
+            return next(self._alive(group, topic, partial(self._copies, unique_key)), None)
+
     def _alive(self, group: str, topic: str, messages: Callable[[QueueKey], Iterable[Message]]) -> Iterator[Item]:
         """Yield the items among `messages` of each queue that are neither done nor dead. Call under `moving`."""
         names = {topic, *retry_topics(group, topic)}

@@ -59,6 +59,8 @@ class Record(NamedTuple):
     value: dict[str, Any]
 
 
+REOPENED: Final = "the store was reopened"
+"""Reason of a redelivery whose receiver had ended with its process."""
 LOCAL: Final = ',"l":1'
 """Text for `more`: the receiver is in this process and ends with it."""
 
@@ -86,9 +88,13 @@ def pop_body(
     return body.encode()
 
 
-def settled_body(batch: int, offsets: Iterable[int]) -> bytes:
+def settled_body(batch: int, offsets: Iterable[int], reason: str = "") -> bytes:
     """Return the body of `ACK`, `REVIVE` or `GIVE` for some offsets of one batch."""
-    return f'{{"k":{batch},"o":[{",".join(map(str, offsets))}]}}'.encode()
+    return f'{{"k":{batch},"o":[{",".join(map(str, offsets))}]{_because(reason)}}}'.encode()
+
+
+def _because(reason: str) -> str:
+    return f',"e":{_ENCODE(reason[:ERROR_CHARS])}' if reason else ""
 
 
 class PopLog:
@@ -111,9 +117,9 @@ class PopLog:
         """Append the record of a batch (`pop_body`)."""
         return self._put[POP](pop_body(head, offsets, pop_time_ms, invisible_ms, cursor, more), "append")[1]
 
-    def put_settled(self, kind: str, batch: int, offsets: Iterable[int]) -> int:
+    def put_settled(self, kind: str, batch: int, offsets: Iterable[int], reason: str = "") -> int:
         """Append `ACK`, `REVIVE` or `GIVE` for some offsets of one batch (`settled_body`)."""
-        return self._put[kind](settled_body(batch, offsets), "append")[1]
+        return self._put[kind](settled_body(batch, offsets, reason), "append")[1]
 
     def put_change(
         self,
@@ -129,8 +135,7 @@ class PopLog:
         """Append a new visible time of one message. `failed`: no receiver holds it any longer, because of `error`.
         `given`: neither, and the attempt does not count."""
         more = _GIVEN if given else _FAILED if failed else ""
-        more += f',"e":{_ENCODE(error[:ERROR_CHARS])}' if error else ""
-        body = f'{{"k":{batch},"o":{offset},"pt":{pop_time_ms},"it":{invisible_ms}{more}}}'
+        body = f'{{"k":{batch},"o":{offset},"pt":{pop_time_ms},"it":{invisible_ms}{more}{_because(error)}}}'
         return self._put[CHANGE](body.encode(), "append")[1]
 
     def put_reset(self, head: str, offset: int, *, reads: bool = False) -> int:

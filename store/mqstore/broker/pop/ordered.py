@@ -76,6 +76,7 @@ class OrderedQueues:
             record = OrderInfo(tuple(offsets), pop_time_ms, invisible_ms, pop_time_ms, request.attempt_id)
             if old is not None:
                 record = old.followed_by(record)
+                tables.note_expired(key, [each for each in _overdue(old, state) if each in record.offsets])
             if done:
                 record = record.acknowledged(done)
             if left:
@@ -160,9 +161,9 @@ class OrderedQueues:
     ) -> str:
         """Make a delivery visible in `invisible_ms` from now. Return its new receipt.
         The pop time stays, so the old receipt stays valid. The new one differs only in its invisible time. `failed`:
-        the receiver no longer holds the delivery. `note_failed` has the error. `given`: it gave it back, and the
-        attempt does not count."""
-        del renew, error
+        the receiver no longer holds the delivery, because of `error`. `given`: it gave it back, and the attempt does
+        not count."""
+        del renew
         if claim.offset < state.cursor:
             return claim.text  # settled before
         record = self._need(state, claim)
@@ -173,7 +174,7 @@ class OrderedQueues:
         # Negative if the clock was set back, so that the pop time is ahead of it.
         invisible_ms = visible_ms - record.pop_time_ms
         name, pop_time_ms = state.fifo.name, record.pop_time_ms
-        self._log.put_change(name, claim.offset, pop_time_ms, invisible_ms, failed=failed, given=given)
+        self._log.put_change(name, claim.offset, pop_time_ms, invisible_ms, failed=failed, given=given, error=error)
         state.fifo.note_failed(claim.offset, failed, given=given)
         change = record.given_back if given else record.moved
         self._orders.put(state.key, change([claim.offset], visible_ms))
@@ -284,9 +285,22 @@ class OrderedQueues:
         for offset in sorted((old.failed if old is not None else None) or ()):
             later_ms = record.visible_at(offset) - record.pop_time_ms
             given = old is not None and old.is_given(offset)
-            self._log.put_change(state.fifo.name, offset, record.pop_time_ms, later_ms, failed=True, given=given)
+            error = record.suspended[offset].error if offset in record.suspended else ""
+            name, times = state.fifo.name, (record.pop_time_ms, later_ms)
+            self._log.put_change(name, offset, *times, failed=True, given=given, error=error)
             state.fifo.note_failed(offset, True, given=given)
         self._tables.put_order(state, record)
+
+
+def _overdue(last: OrderInfo, state: QueueState) -> list[int]:
+    """Return the messages of the last batch whose lease ran out. After an opening they are visible earlier."""
+    failed = (state.fifo.failed if state.fifo is not None else None) or ()
+    end_ms, given = last.pop_time_ms + (last.invisible_ms or 0), last.among(last.released)
+    return [
+        each
+        for each in last.unacked(state.cursor)
+        if last.pop_time_ms and each not in failed and each not in given and last.visible_at(each) >= end_ms
+    ]
 
 
 def _with_known(popped: list[int], known: OrderInfo | None) -> tuple[list[int], list[int], list[int]]:

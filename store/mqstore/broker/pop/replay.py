@@ -29,12 +29,12 @@ from typing import Any
 from mqstore.broker.names import POP_LOG_KEY, RETRY_PREFIX, QueueKey, is_retry_topic
 from mqstore.broker.pop.batch import SAME_MOMENT_MS, Batch
 from mqstore.broker.pop.java import JavaTakeover
-from mqstore.broker.pop.log import CHANGE, GIVE, LOOK_BACK, POP, RESET, REVIVE, SKIP, Record
+from mqstore.broker.pop.log import CHANGE, GIVE, LOOK_BACK, POP, REOPENED, RESET, REVIVE, SKIP, Record
 from mqstore.broker.pop.ordered import OrderedQueues
 from mqstore.broker.pop.orderinfo import OrderInfo
 from mqstore.broker.pop.state import MAX_BATCH, QueueState
 from mqstore.broker.pop.tables import PopTables
-from mqstore.broker.redelivery.attempt_journal import Address, AttemptJournal
+from mqstore.broker.redelivery.attempt_journal import PROCESS_ENDED, Address, AttemptJournal
 from mqstore.errors import MQStoreError
 
 _log = logging.getLogger("mqstore")
@@ -365,10 +365,11 @@ class Replay:
             fetched, ended = _parted(state.key, held, begun)
             past_ms = min(0, now_ms - batch.pop_time_ms)
             if fetched:
-                self._tables.log_settled(state, GIVE, batch, fetched)
+                self._tables.log_settled(state, GIVE, batch, fetched, REOPENED)
                 state.release(batch, fetched)
             for offset in ended:
-                log.put_change(self._tables.name_of(state, batch), offset, batch.pop_time_ms, past_ms, failed=True)
+                name, times = self._tables.name_of(state, batch), (batch.pop_time_ms, past_ms)
+                log.put_change(name, offset, *times, failed=True, error=PROCESS_ENDED)
                 state.change(batch, offset, batch.pop_time_ms, past_ms)
                 batch.note_failed(offset, True)
         record = self._tables.order(state)
@@ -377,10 +378,11 @@ class Replay:
         held = [o for o in record.unacked(state.cursor) if state.fifo.holds(o)]
         fetched, ended = _parted(state.key, held, begun)
         if fetched:
-            log.put_settled(GIVE, state.fifo.name, fetched)
+            log.put_settled(GIVE, state.fifo.name, fetched, REOPENED)
             record = record.given_back(fetched, now_ms)
         for offset in ended:
-            log.put_change(state.fifo.name, offset, record.pop_time_ms, now_ms - record.pop_time_ms, failed=True)
+            times = record.pop_time_ms, now_ms - record.pop_time_ms
+            log.put_change(state.fifo.name, offset, *times, failed=True, error=PROCESS_ENDED)
             state.fifo.note_failed(offset, True)
         if held:
             self._orders.put(state.key, record.moved(ended, now_ms))

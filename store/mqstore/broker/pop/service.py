@@ -353,7 +353,8 @@ class PopService(BackgroundService):
                 if config is None:  # deleted just now, and its deliveries with it
                     raise expired([receipt])
                 if config.max_attempts is not None and attempt >= config.max_attempts:
-                    queues.dead_letter(state, claim, f"attempt {attempt} of {config.max_attempts} failed")
+                    reason = f"attempt {attempt} of {config.max_attempts} failed" + f": {error}" * bool(error)
+                    queues.dead_letter(state, claim, reason)
                     return None
                 delay_ms = min(config.delay_ms(attempt), _MAX_INVISIBLE_MS) if delay_ms is None else delay_ms
                 changed = queues.change(state, claim, delay_ms, failed=True, error=error)

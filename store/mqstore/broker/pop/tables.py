@@ -41,6 +41,7 @@ _log = logging.getLogger("mqstore")
 DeadLetter = Callable[..., object]
 """Signature of `Retries.dead_letter(message, group, reason, *, origin_topic, reconsume_times)`."""
 _AHEAD_MAX = 1024
+_TOLD_EVERY_MS = 10_000
 _NEAR = 8
 """Maximum distance of messages that are read together."""
 _LOOKS = 16
@@ -156,6 +157,8 @@ class PopTables(PopFields):
         Otherwise a count would have a message twice, or not at all. Taken before the lock of a state."""
         self._wake = wake
         self._lock = Lock()
+        self._expired, self._told_ms = 0, -_TOLD_EVERY_MS
+        """Number of leases that ran out since the last line about them, and the time of that line."""
         self._agenda: list[tuple[int, int, QueueState]] = []
         self._entered: set[tuple[int, QueueState]] = set()
         """Entries of the agenda. A distant delivery is announced again after each visit to its queue."""
@@ -277,6 +280,17 @@ class PopTables(PopFields):
                 state.drop_ahead()
         return False
 
+    def note_expired(self, key: QueueKey, offsets: Sequence[int]) -> None:
+        """Log that leases have run out: one line in 10 s, with the number since the last one."""
+        self._expired += len(offsets)
+        now_ms = self.clock.now_ms()
+        if offsets and not 0 <= now_ms - self._told_ms < _TOLD_EVERY_MS:
+            _log.info(
+                "group %s did not settle message %d of %s/%d in time, and gets it again (leases that ran out: %d)",
+                *(key.group, offsets[0], key.topic, key.queue_id, self._expired),
+            )
+            self._expired, self._told_ms = 0, now_ms
+
     def lost(self, state: QueueState, offset: int) -> None:
         """Report a delivery whose message was lost before it was settled.
         It is damaged, or retention has deleted it."""
@@ -361,10 +375,10 @@ class PopTables(PopFields):
             state.logged = cursor
         return Batch(name, offsets, pop_time_ms, invisible_ms, local)
 
-    def log_settled(self, state: QueueState, kind: str, batch: Batch, offsets: Sequence[int]) -> None:
+    def log_settled(self, state: QueueState, kind: str, batch: Batch, offsets: Sequence[int], reason: str = "") -> None:
         """Append `ACK`, `REVIVE` or `GIVE` for some offsets of one batch of the queue, in short form if possible."""
         if kind != ACK or not batch.local or not self._noted(state, settled_body(batch.name, offsets)):
-            self.log.put_settled(kind, self.name_of(state, batch), offsets)
+            self.log.put_settled(kind, self.name_of(state, batch), offsets, reason)
         elif batch.name >= 0:
             state.acks.update(dict.fromkeys(offsets, batch.name))
 

@@ -20,7 +20,7 @@ from mqstore.broker.filters.filter import Filter
 from mqstore.broker.names import QueueKey, pop_retry_topic
 from mqstore.broker.pop.batch import Batch, pop_time
 from mqstore.broker.pop.expiry import unexpired
-from mqstore.broker.pop.log import ACK, GIVE, REVIVE
+from mqstore.broker.pop.log import ACK, GIVE, REOPENED, REVIVE
 from mqstore.broker.pop.receipts import Claim, expired, receipt_head
 from mqstore.broker.pop.request import Delivery, PopRequest
 from mqstore.broker.pop.skips import skip
@@ -234,9 +234,9 @@ class UnorderedQueues:
         else:
             self._settle(state, ACK, batch, [offset])
 
-    def _settle(self, state: QueueState, kind: str, batch: Batch, offsets: Sequence[int]) -> None:
+    def _settle(self, state: QueueState, kind: str, batch: Batch, offsets: Sequence[int], reason: str = "") -> None:
         # Logged before memory changes, so that a replay of the log always makes the same.
-        self._tables.log_settled(state, kind, batch, offsets)
+        self._tables.log_settled(state, kind, batch, offsets, reason)
         state.settle(batch, offsets)
         self._tables.commit(state)
 
@@ -303,6 +303,8 @@ class UnorderedQueues:
             ended = done if self._move(state, offset, message, batch) else stay
             ended.setdefault(batch, []).append(offset)
 
+        late = [offset for offset, batch in due if batch.invisible_ms > 0 and offset not in (batch.failed or ())]
+        self._tables.note_expired(state.key, late)
         try:
             messages = list(self._tables.messages(state.key, [offset for offset, _ in due]))
             while (at := len(sources) + moved) < len(due):
@@ -329,7 +331,8 @@ class UnorderedQueues:
                 at += count
         finally:  # settled after the copies are in the log: a crash between the two makes a second copy, and loses none
             for batch, offsets in done.items():
-                self._settle(state, REVIVE, batch, offsets)
+                for reason, some in _by_reason(batch, offsets):
+                    self._settle(state, REVIVE, batch, some, reason)
                 state.note_revived(offsets)
             for batch, offsets in stay.items():
                 self._tables.log_settled(state, GIVE, batch, offsets)
@@ -457,6 +460,19 @@ class UnorderedQueues:
                 self._log.put_settled(GIVE, new.name, free)
                 state.release(new, free)
         self._tables.announce_first(state)
+
+
+def _by_reason(batch: Batch, offsets: list[int]) -> list[tuple[str, list[int]]]:
+    """Return (reason, offsets) of deliveries that end. The reason is empty if their own records have it, or if their
+    time has run out. Nothing else lets a delivery end before it began."""
+    if batch.invisible_ms > 0:
+        return [("", offsets)]
+    changed = {*(batch.moved or ()), *(batch.failed or ())}
+    parted = (
+        [offset for offset in offsets if offset in changed],
+        [offset for offset in offsets if offset not in changed],
+    )
+    return [(reason, some) for reason, some in zip(("", REOPENED), parted, strict=True) if some]
 
 
 def _retry_properties(message: Message, pop_time_ms: int) -> dict[str, str]:

@@ -23,7 +23,7 @@ idempotent. A waiting copy may refer to its body instead of having it (`referenc
 from __future__ import annotations
 
 import random
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from functools import partial
 from typing import Final
 
@@ -50,6 +50,7 @@ from mqstore.layout.properties import (
     ORIGIN_MESSAGE_ID,
     POP_CK,
     REAL_TOPIC,
+    RETRY_REASON,
     RETRY_TOPIC,
     TIMER_DELAY_MS,
     WAIT,
@@ -62,6 +63,7 @@ from mqstore.options import Durability, milliseconds
 DLQ_REASON_BYTES: Final = 1024
 """Maximum length of `dlq_reason` in UTF-8 bytes (delivery#backoff)."""
 
+_RETRY_REASON_BYTES: Final = 300
 _ROOM: Final = MAX_PROPERTIES_BYTES - CRC_TAIL_BYTES
 _DISPENSABLE: Final = (
     DLQ_REASON,
@@ -102,8 +104,8 @@ class Retries:
         See delivery#send-back. `delay_level` 0 means the group's policy, > 0 that level, < 0 a dead letter now.
         `delay_ms` replaces a level. `max_reconsume` replaces the group's limit, and may be 0. `attempts` is the number
         of attempts that have ended, and the copy's `reconsume_times`. None means one more than the message's. `reason`
-        is that of a dead letter. `durability` is that of the copy. Returns the receipt of the stored copy, for a
-        delayed copy in the topic where it waits.
+        is that of the failure, which a copy keeps if there is room. `durability` is that of the copy. Returns the
+        receipt of the stored copy, for a delayed copy in the topic where it waits.
         Raises, with nothing written, ConfigError, GroupNotFoundError, NotPermittedError (the topic is not writable),
         LookupError (no readable message there), and the errors of a put."""
         self._check_arguments(delay_level, delay_ms, max_reconsume, attempts)
@@ -126,6 +128,8 @@ class Retries:
         if delay_level == 0 and delay_ms is None:
             delay_ms = min(config.retry_policy._next_delay_ms(times - 1), self._max_delay_ms)
         self._delay(properties, delay_level, delay_ms)
+        if (text := _plain(reason or "", _RETRY_REASON_BYTES)) and _size(properties) < _ROOM // 2:
+            properties[RETRY_REASON] = text
         try:
             for each in (0, queue_id):  # retries that wait count in the first queue
                 parts.offsets.begin(QueueKey(group, topic, each))
@@ -210,7 +214,7 @@ class Retries:
         if origin_topic is None:  # an undelivered delayed message is in a system topic
             origin_topic = properties.get(REAL_TOPIC) if is_system_topic(message.topic) else None
             origin_topic = origin_topic or popped_topic(group, message.topic)
-        for name in (*TIMER_MARKS, DELAY, POP_CK, FIRST_POP_TIME, EXPIRES_MS):
+        for name in (*TIMER_MARKS, DELAY, POP_CK, FIRST_POP_TIME, EXPIRES_MS, RETRY_REASON):
             properties.pop(name, None)
         properties.setdefault(RETRY_TOPIC, origin_topic)
         properties.setdefault(ORIGIN_MESSAGE_ID, message.message_id)
@@ -259,15 +263,22 @@ def _label(properties: MutableMapping[str, str], reason: str, origin_topic: str 
     if ORIGIN_MESSAGE_ID in properties:
         properties[DLQ_ORIGIN_MESSAGE_ID] = properties[ORIGIN_MESSAGE_ID]
     properties.pop(DLQ_REASON, None)
-    # A reason may have any characters, but properties must not contain separators or lone surrogates.
-    plain = reason.translate(_CONTROLS).encode("utf-8", "replace")[:DLQ_REASON_BYTES].decode("utf-8", "ignore").strip()
-    if plain:
+    if plain := _plain(reason, DLQ_REASON_BYTES):
         properties[DLQ_REASON] = plain
+
+
+def _plain(reason: str, size: int) -> str:
+    """Return the reason in `size` bytes, without separators and surrogates, which properties cannot contain."""
+    return reason.translate(_CONTROLS).encode("utf-8", "replace")[:size].decode("utf-8", "ignore").strip()
+
+
+def _size(properties: Mapping[str, str]) -> int:
+    return sum(len(name.encode()) + len(value.encode()) + 2 for name, value in properties.items())
 
 
 def _shed(properties: MutableMapping[str, str], room: int = _ROOM) -> None:
     """Remove properties that mqstore added until the rest fits a record (format#properties)."""
-    size = sum(len(name.encode()) + len(value.encode()) + 2 for name, value in properties.items())
+    size = _size(properties)
     for name in _DISPENSABLE:
         if size <= room:
             return
