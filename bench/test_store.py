@@ -285,6 +285,31 @@ def test_open(ask: Ask) -> None:
 
 
 @contextmanager
+def verify(directory: Path, load: Load, *, queues: int) -> Iterator[Work]:
+    """Verify a store whose messages take turns among its queues, four for each topic."""
+    with mqstore.open(directory / "store") as store:
+        topics = [f"{load.topic}{i}" for i in range(queues // 4)]
+        for topic in topics:
+            store.create_topic(topic, queues=4)
+        for i, body in enumerate(load.bodies()):
+            store.put(topics[i // 4 % len(topics)], body, queue_id=i % 4)
+    with mqstore.open(directory / "store", "r") as store:
+
+        def work() -> int:
+            assert [*store.verify()] == []
+            return load.messages
+
+        yield work
+
+
+@pytest.mark.benchmark(timer=time.process_time)
+def test_verify_queues(ask: Ask) -> None:
+    """The time of `verify` with 3,000 queues, beside 4."""
+    few = Side("4 queues", partial(verify, queues=4))
+    ask(Side("mqstore verify", partial(verify, queues=3000)), Load(128, 600_000), {few: 1.5}, by="time")
+
+
+@contextmanager
 def dispatch(directory: Path, load: Load) -> Iterator[Work]:
     # With a clock of its own a store starts no threads, so nothing is dispatched before `dispatch`.
     config = mqstore.StoreConfig(clock=mqstore.clock.SystemClock())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from mqstore.errors import InvalidMessageError
 
@@ -18,6 +19,7 @@ MAX_TOPIC = 127
 MAX_SYSTEM_TOPIC = 255
 
 
+@lru_cache(maxsize=4096)
 def is_path_safe(name: str) -> bool:
     """Return True if a name from a record or a JSON file may become a file name.
 

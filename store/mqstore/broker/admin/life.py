@@ -8,7 +8,7 @@
 
 A lease ends at the time at which it was due, however late the redelivery was. A delivery to a receiver in the store's
 own process leaves a record only if it did not succeed at once (delivery#pop-journal), and reads by offset leave none:
-then the committed offset shows that the message is done. Each search has a bound, and `missed` names what it left out.
+then the committed offset shows that the message is done. Each search has a bound, and `missed` names the rest.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from mqstore import arrays as np
 from mqstore.errors import ConfigError
 from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
+from mqstore.layout.consumequeue import unit_dtype
 from mqstore.layout.dispatch import Listed, Rows
 from mqstore.layout.record import Checksum
 from mqstore.layout.scan import has_crc_tail
@@ -51,7 +52,12 @@ from mqstore.log.recovery.scanner import (
 )
 from mqstore.log.writing.log_tail import QueueRef
 
+_WAITING_UNITS = 1 << 18
+"""Number of records whose units are compared together: with many queues few of them follow each other."""
+
 if TYPE_CHECKING:
+    _Runs = dict[QueueRef, tuple[int, list[np.NDArray[np.void]]]]
+    """First queue offset and units of consecutive records, by queue."""
     TakeRun = Callable[[str, int, int, np.ndarray], Iterable[Finding]]
     """Function of topic, queue id, first queue offset and the units of a straight run. Returns its findings."""
 
@@ -168,16 +174,18 @@ def read_range(
         first = found - segment.start
     result = RangeResult(piece, first, first)
     events = scan_segment(run, segment, first, checksum, stop=piece.high, blank=result.blank)
+    runs: _Runs = {}
+    waiting = 0
     while True:
         try:
             event = next(events)
         except StopIteration as over:
             result.end = over.value
-            return result
+            break
         if isinstance(event, Bad):
             if event.start >= watermark():
                 result.end, result.torn = event.start - segment.start, event
-                return result
+                break
             result.unlisted += _list(result.bads, [event], max_errors)
             continue
         rows = take(event)
@@ -186,10 +194,25 @@ def read_range(
         if checksum == "crc32-body":
             result.body_checksum_only += len(rows) - int(np.count_nonzero(has_crc_tail(event.buffer, event.headers)))
         for listed in rows.listed():
-            _take_queue(result, rows, listed, take_run, max_errors)
+            _take_queue(result, rows, listed, runs)
+        waiting += len(rows)
+        if waiting >= _WAITING_UNITS:
+            _take_runs(result, runs, take_run, max_errors)
+            waiting = 0
+    _take_runs(result, runs, take_run, max_errors)
+    return result
 
 
-def _take_queue(result: RangeResult, rows: Rows, listed: Listed, take_run: TakeRun, max_errors: int | None) -> None:
+def _take_runs(result: RangeResult, runs: _Runs, take_run: TakeRun, max_errors: int | None) -> None:
+    for ref, (first, units) in runs.items():
+        part = result.queues[ref]
+        # numpy would compare the types of all pieces, for longer than it copies them.
+        joined = np.frombuffer(bytearray().join(units), unit_dtype())  # type: ignore[arg-type]
+        part.unlisted += _list(part.findings, take_run(*ref, first, joined), max_errors)
+    runs.clear()
+
+
+def _take_queue(result: RangeResult, rows: Rows, listed: Listed, runs: _Runs) -> None:
     topic, queue_id, chosen, offsets, units, follow = listed
     begin, last = int(chosen[0]), int(chosen[-1])
     low, high = int(offsets[0]), int(offsets[-1])
@@ -207,7 +230,7 @@ def _take_queue(result: RangeResult, rows: Rows, listed: Listed, take_run: TakeR
     part.first, part.stop = min(part.first, low), max(part.stop, high + 1)
     part.last_end = int(rows.physical_offset[last]) + int(rows.size[last])
     if part.straight:
-        part.unlisted += _list(part.findings, take_run(topic, queue_id, low, units), max_errors)
+        runs.setdefault(ref, (low, []))[1].append(units)
 
 
 def _list(listed: list[T], found: Iterable[T], max_errors: int | None) -> int:
