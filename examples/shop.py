@@ -6,12 +6,14 @@
     payments   1 queue, one message for each third order
     mail       a queue of jobs
 
-At 02:04 and 02:07 a card is refused: `billing` gives up after three attempts. At 02:30 it stops.
+At 02:04 and 02:07 a card is refused: `billing` gives up after three attempts. At 02:10 it forgets an order, whose
+lease ends after a minute. At 02:30 it stops.
 """
 
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import mqstore
@@ -20,8 +22,8 @@ from mqstore import RetryPolicy, SimulatedClock, StoreConfig
 BEGIN_MS = 1_769_821_200_000
 """2026-01-31 01:00 UTC."""
 STEP_MS = 20_000
-REFUSED, STOPS = {192, 201}, 270
-"""Numbers of the orders that fail, and of the first one that is not consumed."""
+REFUSED, FORGOTTEN, STOPS = {192, 201}, "o-210", 270
+"""Numbers of the orders that fail, key of the one that is forgotten once, number of the first that is not consumed."""
 
 
 def fill(path: str | Path) -> None:
@@ -45,10 +47,11 @@ def fill(path: str | Path) -> None:
                 store.put("payments", b"%d" % (number * 7 % 500), keys=order, unique_key=f"{number:031X}P")
             if number < STOPS:
                 for delivery in billing.receive(16, wait=0):
-                    if b"refused" in delivery.message.body:
-                        delivery.nack()
-                    else:
-                        delivery.ack()
+                    if delivery.message.keys == (FORGOTTEN,) and delivery.attempt == 1:
+                        continue
+                    with suppress(ValueError), delivery as message:
+                        if b"refused" in message.body:
+                            raise ValueError("declined by the bank")
             clock.advance(STEP_MS)
             store.broker.run_once()
         store.put("orders", b"remind", keys="o-17", delay=86_400, queue_id=0, unique_key=f"{17:031X}R")

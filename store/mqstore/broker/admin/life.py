@@ -8,7 +8,7 @@
 
 A lease ends at the time at which it was due, however late the redelivery was. A delivery to a receiver in the store's
 own process leaves a record only if it did not succeed at once (delivery#pop-journal), and reads by offset leave none:
-then the committed offset shows that the message is done. Each search has a bound, and `missed` names the rest.
+then the committed offset shows that the message is done. Each search has a bound, and `missed` names the gaps.
 """
 
 from __future__ import annotations
@@ -402,7 +402,7 @@ class _Deliveries:
                     self._end(place, last, pop_ms, REOPENED if last.local and pop_ms < last.due_ms else "")
                 self._leases[place] = _Lease(due_ms, local)
                 attempt = 1 + value.get("oc", {}).get(str(place.offset), 0) if value.get("f") == 1 else copy.attempt
-                whom = "to the store's own process" if local else "to a client"
+                whom = "in the store's process" if local else "by a client"
                 self._add(place, pop_ms, "delivered", attempt=attempt, until_ms=due_ms, reason=whom)
 
     def _change(self, place: _Place, kind: str, at_ms: int | None, value: Any) -> None:
