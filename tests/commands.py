@@ -30,6 +30,7 @@ def looking(store: object, copy: object, *, topic: str = "orders", group: str = 
     """Return the words of each command that looks at `store`. `copy` is where a snapshot goes."""
     every = {
         "inspect": "DIR --json",
+        "du": "DIR",
         "verify": "DIR",
         "export": "DIR",
         "get": f"DIR --topic {topic}",

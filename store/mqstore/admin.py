@@ -27,6 +27,7 @@ from mqstore.broker.admin.inspect import inspect_broker
 from mqstore.broker.admin.offline import Offline, look, offline
 from mqstore.broker.admin.operations import of_directory as operations
 from mqstore.broker.admin.search import Search
+from mqstore.broker.admin.usage import disk_usage
 from mqstore.broker.names import check_group, check_user_topic, queue_name, queue_topic, retry_topics
 from mqstore.broker.redelivery.dead_letters import DeadLetters
 from mqstore.broker.tables.configchecks import CONFIG_CHECKS
@@ -48,6 +49,7 @@ __all__ = [
     "check_user_topic",
     "cut_messages",
     "default_retry",
+    "disk_usage",
     "inspect_file",
     "inspect_store",
     "look",

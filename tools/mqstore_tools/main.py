@@ -23,6 +23,7 @@ COMMANDS = (
     "get",
     "consume",
     "inspect",
+    "du",
     "verify",
     "recover",
     "quarantine",

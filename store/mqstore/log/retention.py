@@ -107,7 +107,7 @@ class Retainer:
 def expired_before(run: SegmentRun, policy: Retention, end: int, now_ms: int, known: dict[int, int]) -> int:
     """Return the physical offset below which `policy` keeps nothing, or 0 if it keeps everything.
 
-    `end` is the end of the log. `known` caches the time (ms) of segments by their start, computed by `_newest_time`.
+    `end` is the end of the log. `known` caches the time (ms) of segments by their start, computed by `newest_time`.
     The caller keeps it between calls, since computing a time reads every page of a segment, and the oldest segment is
     examined every few seconds for days."""
     listed = run.segments()
@@ -126,7 +126,7 @@ def expired_before(run: SegmentRun, policy: Retention, end: int, now_ms: int, kn
     bound = 0
     for i, segment in enumerate(segments[:-1]):
         if i >= excess:
-            newest = None if policy.age is None else _newest_time(run, segment.start, now_ms, known)
+            newest = None if policy.age is None else newest_time(run, segment.start, now_ms, known)
             if policy.age is None or (newest is not None and newest + seconds(policy.age, "age") * 1000 > now_ms):
                 break
             if newest is None:
@@ -151,7 +151,7 @@ def _disk_usage(run: SegmentRun) -> tuple[int, int]:
     return used, used + usage.f_bavail * usage.f_frsize
 
 
-def _newest_time(run: SegmentRun, start: int, now_ms: int, known: dict[int, int]) -> int | None:
+def newest_time(run: SegmentRun, start: int, now_ms: int, known: dict[int, int]) -> int | None:
     """Return the time (ms) from which the age of a full segment counts, or None if no record shows it.
 
     It is the store time of the segment's last record. If a later segment begins with an earlier time, the clock was

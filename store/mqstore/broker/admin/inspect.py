@@ -547,6 +547,12 @@ def _sections(tables: Tables, now_ms: int) -> dict[str, Callable[[], Any]]:
     }
 
 
+def front_of(tables: Tables) -> dict[str, Any] | None:
+    """Return the `oldest_pin` of `inspect_broker`. Raises its errors, where `inspect_broker` has `not_shown`."""
+    found: dict[str, Any] | None = _sections(tables, tables.clock.now_ms())["oldest_pin"]()
+    return found
+
+
 def _transactions(tables: Tables, transactions: Transactions) -> dict[str, Any]:
     store = tables.store
     low, high = store.offsets_or_none(TRANS_CHECK_TOPIC, 0) or (0, 0)

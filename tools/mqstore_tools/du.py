@@ -1,0 +1,114 @@
+"""`mqstore du`: show what fills the disk, found by `broker/admin/usage.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mqstore import Retention
+from mqstore.admin import disk_usage
+from mqstore_tools.multi_store import duration
+from mqstore_tools.render import Cells, note, pick, progress, show_bytes, show_tables, when
+from mqstore_tools.session import show_ms
+from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, json_option
+
+_DEFAULT = Retention()
+
+
+@click.command(
+    cls=StoreCommand,
+    short_help="Show what fills the disk, and what keeps it. Changes nothing.",
+    epilog="""\b
+Examples:
+  mqstore du var/mq
+  mqstore du var/mq --max-age 1d --max-bytes 200000000
+  mqstore du var/mq --json | jq '.topics[] | select(.log_bytes > 1e9) | .topic'""",
+)
+@directory_argument
+@click.option(
+    "--max-age", type=duration, metavar="TIME", help="Age of the store's retention, if it is not the default (3d)."
+)
+@click.option(
+    "--max-bytes", type=click.IntRange(0), metavar="N", help="Size of its retention, if it is not the default (1 GiB)."
+)
+@click.option("--limit", type=click.IntRange(1), default=30, show_default=True, help="Print at most so many topics.")
+@json_option
+@click.pass_context
+def du(
+    ctx: click.Context,
+    directory: Path,
+    max_age: float | None,
+    max_bytes: int | None,
+    limit: int,
+    json_output: bool,
+) -> None:
+    """Show the bytes of the store in DIR by part and by topic, and those that retention will delete and when.
+
+    One message that is still needed keeps all later ones of every topic. It is shown as the front, with the group that
+    holds it and the time at which it was stored. Snapshots are copies of the store in folders next to DIR; bytes that
+    are hard-linked stay on the disk until both are gone.
+
+    Sizes of files are those on the disk, sizes of messages those of their records. JSON has all topics. Exit code 1 if
+    something could not be read.
+    """
+    policy = Retention(
+        age=_DEFAULT.age if max_age is None else max_age,
+        max_bytes=_DEFAULT.max_bytes if max_bytes is None else max_bytes,
+    )
+    with progress("reading units", of_bytes=False) as report:
+        found = disk_usage(directory, retention=policy, progress=report)
+    show_tables(found, *_tables(found, limit), json_output=json_output)
+    if not json_output:
+        for line in _lines(found, limit):
+            note(line)
+    for section, why in found["not_shown"].items():
+        note(f"not shown: {section} ({why})")
+    if found["not_shown"]:
+        ctx.exit(FINDINGS)
+
+
+def _tables(found: dict[str, Any], limit: int) -> list[Cells]:
+    parts = [(name, part["files"], show_bytes(part["bytes"])) for name, part in found["parts"].items() if part["files"]]
+    free, disk = map(show_bytes, pick(found, "free_bytes disk_bytes"))
+    title = f"{found['path']}: {show_bytes(found['bytes'])}, {free} of {disk} are free"
+    names = "log_bytes queue_bytes consumed_bytes"
+    rows = [
+        (*pick(row, "topic messages"), *(None if each is None else show_bytes(each) for each in pick(row, names)))
+        for row in found["topics"][:limit]
+    ]
+    snapshots = [
+        (f"{each['path']}{' (left by a killed snapshot)' * each['partial']}", *map(show_bytes, pick(each, _SNAPSHOT)))
+        for each in found["snapshots"]
+    ]
+    tables: list[Cells] = [
+        (title, ("part", "files>", "bytes>"), parts),
+        ("", ("topic", "messages>", "in the log>", "queues>", "consumed>"), rows),
+        ("", ("snapshot", "bytes>", "hard-linked>"), snapshots),
+    ]
+    return [each for each in tables if each[2]]
+
+
+_SNAPSHOT = "bytes linked_bytes"
+
+
+def _lines(found: dict[str, Any], limit: int) -> list[str]:
+    log, kept, front = found["log"], found["retention"], found["front"]
+    lines = [f"and {len(found['topics']) - limit} more topics; --json has all"] if len(found["topics"]) > limit else []
+    size = show_bytes(log["segment_bytes"])
+    other, unused = map(show_bytes, pick(log, "other_bytes unused_bytes"))
+    lines.append(f"log: {log['segments']} segments of {size}; {other} in no queue, {unused} not yet used")
+    age, most = show_ms(kept["age_ms"]), kept["max_bytes"]
+    limits = f"retention of {age} or {show_bytes(most)}"
+    consumed, due, held = (show_bytes(kept[f"{name}_bytes"]) for name in ("consumed", "due", "held"))
+    line = f"{limits}: {consumed} in whole consumed segments, {due} of that can go now"
+    if kept["next_ms"] is not None:
+        line += f", the next at {when(kept['next_ms'])}, the last at {when(kept['last_ms'])}"
+    lines.append(line)
+    if front is not None:
+        group = f", group {front['group']}" if front["group"] else ""
+        place = f"{front['topic']}, queue {front['queue_id']}{group}"
+        since = f"stored {when(front['since_ms'])}"
+        lines.append(f"front: {held} more could go, but for {place} ({front['why']}), {since}")
+    return lines
