@@ -146,3 +146,15 @@ def test_file_outlives_the_finalizers_of_a_garbage_cycle(tmp_path: Path) -> None
     assert read == [b"data"]
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
+
+
+def test_data_ends_before_the_holes_of_a_file(tmp_path: Path) -> None:
+    with (tmp_path / "sparse").open("wb") as file:
+        file.write(b"data")
+        file.truncate(1 << 20)
+    cache = DescriptorCache()
+
+    assert 4 <= cache.data_end(str(tmp_path / "sparse"), 1 << 20) <= 1 << 20
+    assert cache.pread(str(tmp_path / "sparse"), 4, 0) == b"data"
+    assert cache.data_end(str(tmp_path / "missing"), 1 << 20) == 0
+    cache.close()

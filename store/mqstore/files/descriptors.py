@@ -78,6 +78,13 @@ class DescriptorCache:
         file = self._open(path)
         return self._fs.pread(file.fd, length, position)
 
+    def data_end(self, path: str, length: int) -> int:
+        """Return a position within `length` bytes of a file, after which it has certainly only zeros."""
+        try:
+            return self._fs.data_end(self._open(path).fd, 0, length)
+        except FileNotFoundError:
+            return 0
+
     def pwrite(self, path: str, data: ReadableBuffer, position: int) -> None:
         """Write all of `data` at `position`. It is durable after `fdatasync`."""
         file = self._open(path)

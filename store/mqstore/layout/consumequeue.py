@@ -26,6 +26,7 @@ UNIT_TAGS_CODE_AT: Final = UNIT_SIZE_AT + 4
 VOID_SIZE: Final = 0x7FFF_FFFF
 VOID: Final = (0, VOID_SIZE, 0)
 VOID_UNIT: Final = UNIT.pack(*VOID)
+_UNUSED: Final = bytes(50 * UNIT_BYTES)
 LAST_ADDRESS: Final = -(1 << 31) - 1
 """Tags codes up to this are addresses in files next to the queue (`consumequeue_ext`), which RocketMQ can write.
 mqstore does not read these files. The address may belong to any tag."""
@@ -39,7 +40,10 @@ def unit_dtype() -> np.dtype[np.void]:
 
 def used_units(data: bytes) -> int:
     """Return the number of units in `data` up to the last used one."""
-    count = -(-len(data.rstrip(b"\0")) // UNIT_BYTES)
+    end = len(data)
+    while data.endswith(_UNUSED, 0, end):
+        end -= len(_UNUSED)
+    count = end // UNIT_BYTES
     while count and UNIT.unpack_from(data, (count - 1) * UNIT_BYTES)[1] <= 0:
         count -= 1
     return count
