@@ -200,7 +200,7 @@ class StoreConfig:
 
     verify_reads: bool = True
     """Check every record's checksum before its message is returned."""
-    max_mappings: int = 1024
+    max_mappings: int = 4096
     """Maximum number of mappings and descriptors kept open. Fewer if few descriptors are free."""
     store_host: str = "127.0.0.1:0"
     """Address written into records. It is part of the offset message id."""
