@@ -46,6 +46,8 @@ def looking(store: object, copy: object, *, topic: str = "orders", group: str = 
         "lag": "DIR",
         "traffic": "DIR",
         "trace": "DIR k1",
+        "trace, a place": f"DIR {topic}/0@0 --group {group}",
+        "trace, an offset": "DIR 10485760",
         "delay show": "DIR",
         "dlq list": "DIR",
         "dlq list, a group": f"DIR --group {group}",

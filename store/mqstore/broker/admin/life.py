@@ -113,6 +113,7 @@ class Lives:
         """`name` is that of the store in the result, `groups` the only ones to show."""
         self._files, self._store, self._name, self._only = files, files._store, name, groups  # noqa: SLF001
         self._tables = open_tables(self._store)
+        self._popped: Collection[QueueKey] = ()
         self.missed: list[str] = []
         """Reasons why something may be missing from the result."""
 
@@ -131,6 +132,7 @@ class Lives:
         pops = items = None
         try:
             pops = looked_pops(self._tables)
+            self._popped = pops.states.keys()
             items = items_of(self._tables, pops)
         except MQStoreError as error:
             self.missed.append(f"states: {error}")
@@ -144,6 +146,8 @@ class Lives:
                 stored = replace(self._stored(message), reason="")
                 events += [(message, stored), (message, replace(stored, at_ms=cut_ms, event="cut"))]
             first = events[0][0]
+            if is_retry_topic(first.topic) or is_dlq_topic(first.topic):
+                self.missed.append(f"events of {key} before {first.topic}: retention has deleted the records")
             events.sort(
                 key=lambda each: (_NEVER_MS if each[1].at_ms is None else each[1].at_ms, each[0].physical_offset)
             )
@@ -215,10 +219,13 @@ class Lives:
         properties, topic, at_ms = message.stored_properties(), message.topic, message.store_timestamp_ms
         event, group, attempt, until_ms, reason = "stored", None, None, None, self._dispatched(message)
         if topic == TIMER_TOPIC:
-            event = "recall" if property_names.TIMER_DEL_UNIQKEY in properties else "delayed"
+            event, reason = "delayed", properties.get(RETRY_REASON, reason)
             with suppress(KeyError, ValueError):  # a damaged or foreign record
-                until_ms = due_of(properties)
-                reason = "recalled" if event == "delayed" and is_cancelled(self._store, message) else reason
+                if property_names.TIMER_DEL_UNIQKEY in properties:
+                    event = "recall"
+                else:
+                    until_ms = due_of(properties)
+                    reason = "recalled" if is_cancelled(self._store, message) else reason
         elif topic == SCHEDULE_TOPIC:
             event, until_ms = "delayed", deliver_time_ms(self._store.delay_table_ms, message.queue_id + 1, at_ms)
             reason = properties.get(RETRY_REASON, reason)
@@ -284,8 +291,6 @@ class Lives:
         if deliveries.since_ms is None:
             return
         for count, record in enumerate(self._since(names.POP_LOG_TOPIC, deliveries.since_ms)):
-            if not count and record.offset and record.offset == self._store.offsets(names.POP_LOG_TOPIC, 0)[0]:
-                self.missed.append("deliveries before the pop log begins: retention has deleted its first records")
             if count == _RECORDS:
                 self.missed.append(f"deliveries later than {_RECORDS} records of the pop log")
                 break
@@ -313,13 +318,19 @@ class Lives:
                 yield GroupState(group, item.state, item.attempt, item.until_ms, item.holder, item.reason)
             elif letter is not None:  # without keys, so that `find` has not found it
                 yield GroupState(group, "dead", letter.reconsume_times, reason=self._stored(letter).reason)
+            elif (copy := next((each for each in copies if self._is_new(group, topic, each)), None)) is not None:
+                yield GroupState(group, "ready", copy.attempt)
             elif committed is None and group not in known:
                 yield GroupState(group, "not started")
             else:
-                where = f"{first.topic}/{first.queue_id}"
-                yield GroupState(
-                    group, "done", reason=f"committed offset {committed} of {where}" * (committed is not None)
-                )
+                passed = f"committed offset {committed} of {first.topic}/{first.queue_id}"
+                yield GroupState(group, "done", reason=passed if (committed or 0) > first.offset else "")
+
+    def _is_new(self, group: str, topic: str, copy: Message) -> bool:
+        """Return True for a retry in a queue whose first position a running writer has not saved yet."""
+        key = QueueKey(group, *copy.queue)
+        unknown = self._tables.offsets.committed(key) is None and key not in self._popped
+        return unknown and copy.topic in names.retry_topics(group, topic)
 
 
 class _Place(NamedTuple):
@@ -368,7 +379,9 @@ class _Deliveries:
                 for place in [_Place(key.group, *each) for each in self._copies if each[:2] == key[1:]]:
                     if kind == RESET:
                         self._leases.pop(place, None)
-                        reason = f"the group was set to offset {int(named)}" if named >= 0 else "the group was deleted"
+                        reason = (
+                            f"the group was set to offset {_whole(named)}" if named >= 0 else "the group was deleted"
+                        )
                         self._add(place, at_ms, "reset", reason=reason)
                     elif place.offset in named and self._is_new(place, SKIP):
                         expires_ms = number(self._copies[place[1:]]._stored_property(names.EXPIRES_MS)) or _NEVER_MS
@@ -387,10 +400,10 @@ class _Deliveries:
         return len(self._seen) > before
 
     def _pop(self, position: int, value: Any) -> None:
-        start, pop_ms, lasts_ms = int(value["so"]), int(value["pt"]), int(value["it"])
+        start, pop_ms, lasts_ms = map(_whole, (value["so"], value["pt"], value["it"]))
         kept, local, due_ms = value.get("cm", 0) | value.get("rel", 0), value.get("l") == 1, pop_ms + lasts_ms
         for i, distance in enumerate(value["d"]):
-            place = _Place(value["c"], value["t"], value["q"], start + distance)
+            place = _Place(value["c"], value["t"], value["q"], start + _whole(distance))
             copy, last = self._copies.get(place[1:]), self._leases.get(place)
             if copy is None or kept >> i & 1:
                 continue
@@ -408,9 +421,10 @@ class _Deliveries:
     def _change(self, place: _Place, kind: str, at_ms: int | None, value: Any) -> None:
         lease, reason = self._leases[place], str(value.get("e", ""))
         if kind == CHANGE:
-            lease.failed, lease.due_ms = value.get("n") == 1, int(value["pt"]) + int(value["it"])
+            pop_ms = _whole(value["pt"])
+            lease.failed, lease.due_ms = value.get("n") == 1, pop_ms + _whole(value["it"])
             event = "released" if value.get("g") == 1 else "failed" if lease.failed else "extended"
-            self._seen.add((place, int(value["pt"])))
+            self._seen.add((place, pop_ms))
             if self._is_new(place, lease.due_ms, event):
                 events = self.events[self._copies[place[1:]].physical_offset]
                 if event == "extended" and events[-1:] and events[-1].event == event:
@@ -430,6 +444,13 @@ class _Deliveries:
             self._add(place, at_ms, "process ended", reason=reason)
         elif at_ms >= lease.due_ms and not lease.failed:
             self._add(place, lease.due_ms, "lease ended", reason="not settled in time")
+
+
+def _whole(value: Any) -> int:
+    """Return a number of a record. Raises ValueError for one that mqstore never writes."""
+    if type(value) is not int or abs(value) > _NEVER_MS:
+        raise ValueError(f"{value!r:.40} is not an offset or a time")
+    return value
 
 
 def _origin(message: Message) -> str:

@@ -76,7 +76,7 @@ class OrderedQueues:
             record = OrderInfo(tuple(offsets), pop_time_ms, invisible_ms, pop_time_ms, request.attempt_id)
             if old is not None:
                 record = old.followed_by(record)
-                tables.note_expired(key, [each for each in _overdue(old, state) if each in record.offsets])
+                tables.note_expired(key, [each for each in _overdue(old, state, cursor) if each in record.offsets])
             if done:
                 record = record.acknowledged(done)
             if left:
@@ -292,13 +292,14 @@ class OrderedQueues:
         self._tables.put_order(state, record)
 
 
-def _overdue(last: OrderInfo, state: QueueState) -> list[int]:
-    """Return the messages of the last batch whose lease ran out. After an opening they are visible earlier."""
+def _overdue(last: OrderInfo, state: QueueState, cursor: int) -> list[int]:
+    """Return the messages of the last batch from `cursor` on whose lease ran out. After an opening they are visible
+    earlier."""
     failed = (state.fifo.failed if state.fifo is not None else None) or ()
     end_ms, given = last.pop_time_ms + (last.invisible_ms or 0), last.among(last.released)
     return [
         each
-        for each in last.unacked(state.cursor)
+        for each in last.unacked(cursor)
         if last.pop_time_ms and each not in failed and each not in given and last.visible_at(each) >= end_ms
     ]
 
