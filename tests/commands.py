@@ -31,6 +31,7 @@ def looking(store: object, copy: object, *, topic: str = "orders", group: str = 
     every = {
         "inspect": "DIR --json",
         "du": "DIR",
+        "diff": "DIR DIR",
         "verify": "DIR",
         "export": "DIR",
         "get": f"DIR --topic {topic}",

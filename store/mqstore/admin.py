@@ -22,6 +22,7 @@ from typing import Any
 
 from mqstore.broker.admin import contents
 from mqstore.broker.admin.bytes import inspect_file
+from mqstore.broker.admin.compare import compare_stores
 from mqstore.broker.admin.cut import cut_messages, restore_cut
 from mqstore.broker.admin.inspect import inspect_broker
 from mqstore.broker.admin.offline import Offline, look, offline
@@ -47,6 +48,7 @@ __all__ = [
     "check_group",
     "check_message",
     "check_user_topic",
+    "compare_stores",
     "cut_messages",
     "default_retry",
     "disk_usage",

@@ -24,6 +24,7 @@ COMMANDS = (
     "consume",
     "inspect",
     "du",
+    "diff",
     "verify",
     "recover",
     "quarantine",
