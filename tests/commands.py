@@ -45,6 +45,7 @@ def looking(store: object, copy: object, *, topic: str = "orders", group: str = 
         "groups show": f"DIR {group}",
         "offsets show": "DIR",
         "lag": "DIR",
+        "top": "DIR --once --interval 0.1",
         "traffic": "DIR",
         "trace": "DIR k1",
         "trace, a place": f"DIR {topic}/0@0 --group {group}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from mqstore import QueueRef
 from mqstore_tools.multi_store import duration, on_spark, spark_option, stores_argument, topic_option
 from mqstore_tools.render import Cells, note, pick, progress, show_tables, when
 from mqstore_tools.session import show_ms
-from mqstore_tools.shared import FINDINGS, StoreCommand, json_option, note_incomplete
+from mqstore_tools.shared import FINDINGS, StoreCommand, json_option, note_incomplete, refuse_given
+from mqstore_tools.watching import interval_option, watch
 
 
 @click.command(
@@ -23,6 +25,7 @@ from mqstore_tools.shared import FINDINGS, StoreCommand, json_option, note_incom
 Examples:
   mqstore lag var/mq
   mqstore lag var/mq --group billing          # queue by queue
+  mqstore lag var/mq --watch --interval 10    # until q or Ctrl-C
   mqstore lag fleet/* --max-lag 10000 --max-age 15m || page-somebody
   mqstore lag var/mq --json | jq '.groups[] | select(.messages > 1000) | .group'""",
 )
@@ -31,6 +34,8 @@ Examples:
 @topic_option
 @click.option("--max-lag", type=click.IntRange(0), help="Exit with 1 if more messages wait for a group.")
 @click.option("--max-age", type=duration, metavar="TIME", help="Exit with 1 if one of them is older (15m).")
+@click.option("--watch", "watched", is_flag=True, help="Look again each interval. JSON is one object a line.")
+@interval_option
 @spark_option
 @json_option
 @click.pass_context
@@ -41,6 +46,8 @@ def lag(
     topics: tuple[str, ...],
     max_lag: int | None,
     max_age: float | None,
+    watched: bool,
+    interval: float,
     master: str | None,
     json_output: bool,
 ) -> None:
@@ -61,6 +68,17 @@ def lag(
     """
     from mqstore.jobs import lag_report
 
+    if watched:
+        refuse_given(ctx, ("max_lag", "max_age", "master"), "does not go with --watch")
+
+        def show(found: dict[str, Any]) -> list[Cells]:
+            (_, *first), *others = _tables(found, by_queue=bool(groups))
+            return [(when(found["taken_ms"]), *first), *others]  # type: ignore[list-item]
+
+        look = partial(lag_report, stores, topics=topics or None, groups=groups or None)
+        watch(lambda: look().to_dict(), show, interval=interval, json_output=json_output)
+        return
+    refuse_given(ctx, ("interval",), "goes with --watch")
     with on_spark(master) as spark, progress("looking", of_bytes=False) as report:
         looked = lag_report(stores, topics=topics or None, groups=groups or None, spark=spark, progress=report)
     found = looked.to_dict()

@@ -34,6 +34,7 @@ COMMANDS = (
     "groups",
     "offsets",
     "lag",
+    "top",
     "clients",
     "traffic",
     "trace",

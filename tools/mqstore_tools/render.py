@@ -148,14 +148,21 @@ class _Titled(Table):
         yield from super().__rich_console__(console, options)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> Table:
+def table(
+    title: str, columns: Sequence[str], rows: Iterable[Iterable[object]], *, name_width: int | None = None
+) -> Table:
     """Return a table. Columns whose name ends in `>` are aligned to the right.
     If all names are empty, the table has no header. Every cell passes `safe`; None is a dash. A terminal limits the
-    width. In a pipe each row is one line, aligned by spaces."""
+    width. In a pipe each row is one line, aligned by spaces. With `name_width` each row is one line on a terminal, too:
+    cells on the left are cut to this width."""
     found = _Titled(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
     found.heading = safe(title)
+    cut: dict[str, Any] = {"no_wrap": True, "overflow": "ellipsis"} if name_width else {"overflow": "fold"}
     for name in columns:
-        found.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left", overflow="fold")
+        right = name.endswith(">")
+        found.add_column(
+            name.rstrip(">"), justify="right" if right else "left", max_width=None if right else name_width, **cut
+        )
     for row in rows:
         found.add_row(*(Text("-" if cell is None else safe(cell)) for cell in row))
     return found

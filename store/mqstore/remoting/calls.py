@@ -271,6 +271,7 @@ _TABLE: Final = """
 31112 admin.cancel              repeat thread
 31113 admin.purge                      thread
 31114 admin.replay                     thread
+31115 admin.activity            repeat thread
 31121 items.page                repeat thread
 31122 items.counts              repeat thread
 31123 items.purge                      thread
