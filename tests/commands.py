@@ -32,6 +32,7 @@ def looking(store: object, copy: object, *, topic: str = "orders", group: str = 
         "inspect": "DIR --json",
         "du": "DIR",
         "diff": "DIR DIR",
+        "report": "DIR --html /dev/null --json",
         "verify": "DIR",
         "export": "DIR",
         "get": f"DIR --topic {topic}",

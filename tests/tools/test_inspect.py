@@ -387,7 +387,7 @@ def test_transactions_given_up_can_be_read(tmp_path: Path) -> None:
     [
         ("topics.json", {"broker"}),
         ("consumerOffset.json", {"broker"}),
-        ("delayOffset.json", {"delay_levels", "oldest_pin"}),
+        ("delayOffset.json", {"delay_levels", "due", "oldest_pin"}),
         ("consumerOrderInfo.json", {"in_flight", "order_info"}),
     ],
 )

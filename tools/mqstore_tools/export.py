@@ -285,7 +285,7 @@ def _target(output: Path, directory: Path) -> Iterator[str]:
         return
     target = Path(os.path.realpath(output))
     if within(output, directory):
-        raise click.UsageError("--output must not be in the store's directory")
+        raise click.UsageError(f"{output} must not be in the store's directory")
     fd, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
         try:

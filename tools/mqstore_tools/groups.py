@@ -90,7 +90,7 @@ def show(target: Path, group: str, json_output: bool) -> None:
 def _show(target: Path, only: str | None, *, json_output: bool) -> None:
     now_ms = time.time_ns() // 1_000_000
     with examine(target) as desk:
-        rows = [{**_row(view), "suspended": _suspended(view)} for view in desk.groups(only)]
+        rows = [{**group_row(view), "suspended": _suspended(view)} for view in desk.groups(only)]
     columns = ("group", "attempts>", "retries after", "fifo", "start", "may", "topics")
     cells = [
         (
@@ -113,7 +113,7 @@ def _suspended(view: Any) -> list[dict[str, Any]]:
     return [{**queue._asdict(), **asdict(failed)} for queue, failed in view.suspended.items()]
 
 
-def _row(view: Any) -> dict[str, Any]:
+def group_row(view: Any) -> dict[str, Any]:
     shown = view.config
     return {
         "name": shown.name,
@@ -237,7 +237,7 @@ def create(target: Path, name: str, dry_run: bool, json_output: bool, **typed: A
     def change(desk: Any) -> Any:
         return desk.set_group(name, create=True, dry_run=dry_run, **_given(**typed))
 
-    carry_out(f"create group {name}", target, change, _row, dry_run=dry_run, json_output=json_output)
+    carry_out(f"create group {name}", target, change, group_row, dry_run=dry_run, json_output=json_output)
 
 
 @groups.command(
@@ -260,7 +260,7 @@ def alter(target: Path, name: str, dry_run: bool, json_output: bool, **typed: An
     def change(desk: Any) -> Any:
         return desk.set_group(name, dry_run=dry_run, **_given(**typed))
 
-    carry_out(f"alter group {name}", target, change, _row, dry_run=dry_run, json_output=json_output)
+    carry_out(f"alter group {name}", target, change, group_row, dry_run=dry_run, json_output=json_output)
 
 
 @groups.command(

@@ -102,15 +102,9 @@ def show_store(found: dict[str, Any]) -> None:
     """Print what `inspect_store` found, as tables."""
     screen = console()
     log, index, checkpoint = found["commitlog"], found["index"], found["checkpoint"]
-    if found["writer_alive"]:
-        state = "open in a writer now"
-    elif found["recovery_needed"]:
-        state = "not closed cleanly: it is recovered when next opened for writing, or by `mqstore recover`"
-    else:
-        state = "closed cleanly"
     facts = [
         ("profile", f"{found['profile']}, checksum {found['checksum']}"),
-        ("state", state),
+        ("state", store_state(found)),
         (
             "commit log",
             f"{log['messages']} records in [{log['min_offset']}, {log['max_offset']}), {len(log['segments'])} segments "
@@ -146,6 +140,14 @@ def show_store(found: dict[str, Any]) -> None:
         note(f"problem: {problem}")
     for section, why in found["broker"]["not_shown"].items():
         note(f"not shown: {section.replace('_', ' ')}: {why}")
+
+
+def store_state(found: dict[str, Any]) -> str:
+    if found["writer_alive"]:
+        return "open in a writer now"
+    if found["recovery_needed"]:
+        return "not closed cleanly: it is recovered when next opened for writing, or by `mqstore recover`"
+    return "closed cleanly"
 
 
 def _splice_facts(splice: dict[str, Any]) -> list[tuple[str, object]]:

@@ -25,6 +25,7 @@ COMMANDS = (
     "inspect",
     "du",
     "diff",
+    "report",
     "verify",
     "recover",
     "quarantine",

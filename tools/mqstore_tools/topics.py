@@ -64,7 +64,7 @@ def list_(target: Path, system: bool, json_output: bool) -> None:
     that have messages.
     """
     with examine(target) as desk:
-        rows = [_row(view) for view in desk.topics(system)]
+        rows = [topic_row(view) for view in desk.topics(system)]
     rows = [row for row in rows if system or not row["name"].startswith(_OF_GROUPS)]
     cells = [
         [
@@ -84,7 +84,7 @@ def _perm_text(perm: int) -> str:
     return "".join(letter for letter, bit in (("r", 4), ("w", 2)) if perm & bit) or "none"
 
 
-def _row(view: Any) -> dict[str, Any]:
+def topic_row(view: Any) -> dict[str, Any]:
     """Return a topic as JSON has it."""
     config = view.config
     return {
@@ -125,7 +125,7 @@ def create(
     def change(desk: Any) -> Any:
         return desk.create_topic(name, queues, _PERMS[perm], message_type, dry_run=dry_run)
 
-    carry_out(f"create topic {name}", target, change, _row, dry_run=dry_run, json_output=json_output)
+    carry_out(f"create topic {name}", target, change, topic_row, dry_run=dry_run, json_output=json_output)
 
 
 @topics.command(
@@ -177,7 +177,7 @@ def alter(
     def change(desk: Any) -> Any:
         return desk.alter_topic(name, settings, force=force, dry_run=dry_run)
 
-    carry_out(f"alter topic {name}", target, change, _row, dry_run=dry_run, json_output=json_output)
+    carry_out(f"alter topic {name}", target, change, topic_row, dry_run=dry_run, json_output=json_output)
 
 
 @topics.command(

@@ -4,7 +4,8 @@
      "undispatched_bytes", "incomplete_queue": None or {"topic", "queue_id"},
      "commitlog":  {"min_offset", "max_offset", "segment_bytes", "messages",
                     "segments": [{"file", "start", "end", "length", "used", "messages",
-                                  "first_store_timestamp_ms", "last_store_timestamp_ms"}, ...]},
+                                  "first_store_timestamp_ms", "last_store_timestamp_ms"}, ...],
+                    "damaged": [[start, end], ...]},
      "topics":     {TOPIC: {"queues": {"0": {"min_offset", "max_offset",
                                              "min_physical_offset", "max_physical_offset"}}}},
      "index":      {"files", "entries", "slots", "entries_per_file"},
@@ -17,9 +18,10 @@
 
 Offsets are physical (bytes in the commitlog), except a queue's `min_offset` and `max_offset`, which count messages. A
 `max_` is exclusive: the end of a record, or the next offset. A queue without messages has -1 for its physical offsets.
-A segment covers the bytes [`start`, `end`), its file has `length` bytes, and records fill `used`. `undispatched_bytes`
-are whole records that are in no queue yet. `incomplete_queue` is a queue that lacks messages of the log while no writer
-has the store. There may be more. `order_info` is the broker's table as it is in the file.
+A segment covers the bytes [`start`, `end`), its file has `length` bytes, and records fill `used`. `damaged` has at most
+1000 ranges of the log. `undispatched_bytes` are whole records that are in no queue yet. `incomplete_queue` is a queue
+that lacks messages of the log while no writer has the store. There may be more. `order_info` is the broker's table as
+it is in the file.
 
 This takes no lock, needs no `config/`, and changes nothing, not even file times (see `files.quiet`). It follows
 lengths, magic numbers and offsets of the log. It computes no checksums, since `verify` does that.
@@ -196,6 +198,7 @@ def _walk_log(
     }
     first = run.min_offset
     end, undispatched, torn = first, 0, ""
+    damaged: list[tuple[int, int]] = []
 
     def drop_before(front: int) -> None:
         for start in [start for start in segments if start < front]:
@@ -218,6 +221,7 @@ def _walk_log(
             if progress is not None:
                 progress(event.end - first, run.end - first)
         elif isinstance(event, Bad):
+            damaged += [(event.start, event.end)] * (len(damaged) < _MAX_PROBLEMS)
             file, at = place_in_file(event.start, size)
             problems.append(f"{file}: {event.kind} at {at}, {event.end - event.start} bytes: {event.detail}")
         elif isinstance(event, End):
@@ -232,6 +236,7 @@ def _walk_log(
             "segment_bytes": size,
             "messages": sum(entry["messages"] for entry in segments.values()),
             "segments": list(segments.values()),
+            "damaged": damaged,
         },
         undispatched,
         torn,

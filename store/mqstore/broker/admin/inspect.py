@@ -13,6 +13,7 @@ The value of the `broker` member of `mqstore inspect --json`, times in ms since 
 
     {"delay_levels":   [{"level", "delay_ms", "offset", "end", "waiting", "next_due_ms", "overdue_ms"}, ...]
      "timer":          {"waiting", "next_due_ms"},
+     "due":            {"interval_ms", "counts"}, with [start_ms, messages] of each interval that has any,
      "in_flight":      [{"group", "topic", "queue_id", "fifo", "messages", "local", "first_offset", "next_visible_ms"}],
      "order_info":     [{"group", "topic", "queue_id", "pop_time_ms", "offsets", "unacked", "redeliveries",
                          "next_visible_ms", "attempts"}, ...]
@@ -37,6 +38,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy.typing as npt
 
+from mqstore.broker.admin.logmap import due_counts
 from mqstore.broker.admin.metrics import WaitingRetries, measure
 from mqstore.broker.context import Parts, Tables, messages_of, open_tables
 from mqstore.broker.delay.levels import deliver_time_ms, overdue_ms
@@ -167,6 +169,8 @@ class TimerView:
     """Number of messages by the hash of the topic that they wait for."""
     cancels: Counter[int] = field(default_factory=Counter)
     """Number of cancellations by the hash of the topic."""
+    due: list[npt.ArrayLike] = field(default_factory=list)
+    """Due times of the messages (ms)."""
     records: list[tuple[npt.ArrayLike, npt.ArrayLike]] = field(default_factory=list)
     """(hashes of topics, physical offsets) of the messages, in the order of the offsets."""
 
@@ -203,6 +207,7 @@ def timer_view(tables: Tables) -> TimerView:
         elif not (message.offset < done_until and slot_of(due_ms) < done_ms):
             view.add(1, due_ms, message.physical_offset)
             view.topics[topic_hash] += 1
+            view.due.append([due_ms])
             view.records.append(([topic_hash], [message.physical_offset]))
     return view
 
@@ -234,7 +239,8 @@ def _placed(tables: Tables, progress: Progress) -> TimerView | None:
         units = units[waiting_units(units, progress)[0]]
         view.records.append((units["topic_hash"], units["physical_offset"]))
         if len(units):
-            view.add(len(units), int(due_times(units).min()), int(units["physical_offset"].min()))
+            view.due.append(due := due_times(units))
+            view.add(len(units), int(due.min()), int(units["physical_offset"].min()))
             view.topics.update(units["topic_hash"].tolist())
     except (TimerFilesDamaged, FileNotFoundError):
         return None
@@ -521,6 +527,7 @@ def inspect_broker(path: str | os.PathLike[str], *, config: StoreConfig | None =
 _EMPTY: dict[str, Any] = {
     "delay_levels": [],
     "timer": {"waiting": 0, "next_due_ms": None},
+    "due": {"interval_ms": 1000, "counts": []},
     "in_flight": [],
     "order_info": [],
     "transactions": {"open": 0, "given_up": 0, "newest_given_up": []},
@@ -539,6 +546,9 @@ def _sections(tables: Tables, now_ms: int) -> dict[str, Callable[[], Any]]:
     return {
         "delay_levels": lambda: [view._asdict() for view in levels()],
         "timer": lambda: {"waiting": timer().waiting, "next_due_ms": timer().next_due_ms},
+        "due": lambda: due_counts(
+            tables.store, [(each.level - 1, *each[2:4], each[5]) for each in levels()], timer().due
+        ),
         "in_flight": lambda: [view._asdict() for view in pops().in_flight],
         "order_info": lambda: pops().orders,
         "transactions": lambda: _transactions(tables, transactions()),

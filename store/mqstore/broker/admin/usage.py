@@ -7,6 +7,7 @@
      "retention": {"age_ms", "max_bytes", "consumed_bytes", "due_bytes", "next_ms", "last_ms", "held_bytes"},
      "front":     {"physical_offset", "topic", "queue_id", "queue_offset", "group", "why", "since_ms"} or null,
      "snapshots": [{"path", "bytes", "linked_bytes", "partial"}, ...],
+     "map":       {"start", "cell_bytes", "consumed", "live", "system"}, with lists of bytes by cell, only on request,
      "not_shown": reasons by section}
 
 Sizes of files count blocks of the disk. Those of messages are the lengths of their records, from the units of queues.
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mqstore.broker.admin.inspect import front_of
+from mqstore.broker.admin.logmap import LogMap
 from mqstore.broker.context import kept_for_consumers, open_tables
 from mqstore.broker.names import is_system_topic
 from mqstore.errors import FormatError, MQStoreError
@@ -67,13 +69,15 @@ def disk_usage(
     path: str | os.PathLike[str],
     *,
     retention: Retention | None = None,
+    cell_bytes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Return the bytes of the store at `path`, and why they are kept, as `mqstore du --json` prints it.
 
-    `retention` is the policy of its writer, by default the default one, since it is not in the files. `progress` is
-    called with (units read, all units). Reads 20 bytes for each message, and the names of files. Changes nothing.
-    Raises the errors of opening a store for reading.
+    `retention` is the policy of its writer, by default the default one, since it is not in the files. With `cell_bytes`
+    the result has a map of the log in cells of that size, or larger ones if these were too many. `progress` is called
+    with (units read, all units). Reads 20 bytes for each message, and the names of files. Changes nothing. Raises the
+    errors of opening a store for reading.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -97,7 +101,10 @@ def disk_usage(
             front = front_of(tables)
         except (MQStoreError, OSError, LookupError, ValueError) as error:
             not_shown["front" if needed is not None else "consumed"] = str(error)
-        result["topics"] = _topics(store, needed, queue_bytes, progress)
+        cells = LogMap(store.log_files.min_offset, store.log_files.end, cell_bytes) if cell_bytes is not None else None
+        result["topics"] = _topics(store, needed, queue_bytes, cells, progress)
+        if cells is not None:
+            result["map"] = cells.as_dict()
         listed = max(store.parts.listed_end(), store.log_files.min_offset)
         topic_bytes = sum(row["log_bytes"] for row in result["topics"])
         result["log"] = {
@@ -166,6 +173,7 @@ def _topics(
     store: ReadOnlyMessageStore,
     needed: dict[tuple[str, int], int] | None,
     queue_bytes: Counter[str],
+    cells: LogMap | None,
     progress: Callable[[int, int], None] | None,
 ) -> list[dict[str, Any]]:
     queues = [*store.queue_table]
@@ -188,6 +196,9 @@ def _topics(
             row["messages"] += int((sizes > 0).sum())
             if not queue.topic.startswith(LIGHT_PREFIX):  # the user's topic has the same records
                 row["log_bytes"] += int(sizes.sum(dtype="i8"))
+                if cells is not None:
+                    consumed = 0 if needed is None else max(0, first - offset)
+                    cells.add(units["physical_offset"], sizes, None if is_system_topic(queue.topic) else consumed)
                 if row["consumed_bytes"] is not None:
                     row["consumed_bytes"] += int(sizes[: max(0, first - offset)].sum(dtype="i8"))
             done += len(units)
