@@ -17,7 +17,7 @@
 #   make test-connect  all tests of queues, producers and consumers behind a server (20 minutes)
 #   make crash   more crash images than `make test` tries, N=100000 of them, and a crash or error at every change
 #   make serve-faults  a server and its clients are killed N=20 times under load, and 5000 random frames for each
-#   make items   a queue with unique, cancelled, expiring and failing items is killed N=500 times
+#   make items   a queue is killed N=500 times among all its verbs, in each of three kinds
 #   make descriptors  stores in processes with few file descriptors: N=2000 cases (a few a second)
 #   make retention  every command and call that reads beside a writer that drops segments, N=20 rounds
 #   make interrupts  Ctrl-C at every point of every call, one after the other (half an hour)
