@@ -31,6 +31,29 @@ def test_put(ask: Ask, body: int) -> None:
     ask(PUT, Load(body, MANY[body]), beside)
 
 
+@contextmanager
+def put_in_turn(directory: Path, load: Load, *, queues: int) -> Iterator[Work]:
+    """Put into the queues of a store in profile rocketmq in turn, four for each topic."""
+    with mqstore.open(directory / "store", profile="rocketmq") as store:
+        places = [(f"{load.topic}{i // 4}", i % 4) for i in range(queues)]
+        for topic, queue_id in places:
+            store.put(topic, b"", queue_id=queue_id)
+        bodies = load.bodies()
+
+        def work() -> int:
+            for i, body in enumerate(bodies):
+                topic, queue_id = places[i % queues]
+                store.put(topic, body, queue_id=queue_id)
+            return len(bodies)
+
+        yield work
+
+
+def test_put_rocketmq(ask: Ask) -> None:
+    """`store.put` in profile rocketmq into 3,000 queues, beside a put in profile mqstore."""
+    ask(Side("mqstore put, 3,000 queues", partial(put_in_turn, queues=3000)), Load(128, 200_000), {PUT: 0.6})
+
+
 def test_put_java(ask: Ask) -> None:
     """`store.put` with a tag and two keys, beside the Java store."""
     ask(Side("mqstore put, tag and keys", partial(put, **TAG_AND_KEYS)), Load(1024, 100_000), {servers.JAVA_PUT: 1})

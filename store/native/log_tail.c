@@ -33,13 +33,13 @@ PyTypeObject QueueTailType = {
 
 /* --- the end of the log --- */
 
-/* Largest record that is written by a call. */
-enum { MOST_CALLED = 16384 };
+/* Largest record that is written by a call, and largest body whose checksum is computed here: zlib's is faster for longer ones. */
+enum { MOST_CALLED = 16384, MOST_SUMMED = 16384 };
 
 typedef struct {
     PyObject_HEAD
     long long end, alarm, base, limit;
-    bool plain;           /* the checksum covers the whole record: the only kind that is put here */
+    bool plain;           /* the checksum covers the whole record, otherwise the body */
     bool appending;       /* Python appends, in any thread, under its lock: then Python must do every put */
     int fd;               /* of the segment of `mapping`; -1: write only to the mapping */
     PyObject *mapping;    /* of the segment that contains `end`; used only while limit > -1 */
@@ -146,7 +146,7 @@ int log_tail_store(PyObject *tip, QueueTail *queue, const char *body, Py_ssize_t
     LogTail *self = (LogTail *)tip;
     extra = extra ? extra : &nothing;
     PyObject *born_host = extra->born_host ? extra->born_host : self->born_host;
-    if (!self->plain || self->appending || !self->time_ns || !is_host(born_host) || !is_host(self->store_host))
+    if ((!self->plain && body_size > MOST_SUMMED) || self->appending || !self->time_ns || !is_host(born_host) || !is_host(self->store_host))
         return 0;
     /* If every put waits for its sync, write by a call: each sync makes the pages of a mapping that were stored to read-only,
        which takes longer than the sync itself, and the next store faults again. */
@@ -177,7 +177,8 @@ int log_tail_store(PyObject *tip, QueueTail *queue, const char *body, Py_ssize_t
                 lay_tail((char *)record + width + body_size, tail, tail_size, extra->properties, extra->size);
             else
                 memcpy(record + width + body_size, tail, (size_t)tail_size);
-            put32(record + CHECKSUM_AT, crc32c_record(record, (size_t)size));
+            put32(record + CHECKSUM_AT, self->plain ? crc32c_record(record, (size_t)size)
+                                                    : crc32_body((const uint8_t *)body, (size_t)body_size));
             /* After an error or a short write, Python writes over it, or raises the error. */
             done = !by_call || pwrite(self->fd, record, (size_t)size, at) == size;
             if (done) {

@@ -79,6 +79,8 @@ static inline bool is_magic(int32_t magic) { return magic == MAGIC_V1 || magic =
 
 /* Return the CRC-32C of a whole record, its checksum field read as zero (format#checksum). `n` must be at least 12. */
 uint32_t crc32c_record(const uint8_t *record, size_t n);
+/* Compute the checksum of profile rocketmq: CRC-32 of the body, without its highest bit. */
+uint32_t crc32_body(const uint8_t *body, size_t n);
 /* Compute the checksums of `count` records, SIDE_BY_SIDE of them at most, in parallel. */
 enum { SIDE_BY_SIDE = 3 };
 void crc32c_records(const uint8_t *const *records, const size_t *sizes, int count, uint32_t *sums);

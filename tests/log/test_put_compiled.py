@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pydoc
 import re
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -254,3 +255,13 @@ def test_put_on_what_is_no_open_store_is_an_error(tmp_path: Path) -> None:
         store.put("t", b"x")
     with pytest.raises(StoreClosedError):
         store.put("t", b"x")
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 100, 16_384, 16_385])
+def test_checksum_of_profile_rocketmq_is_zlibs_of_the_body(tmp_path: Path, size: int) -> None:
+    body = bytes(i * 7 % 251 for i in range(size))
+    with Store(tmp_path / "store", profile="rocketmq") as store:
+        receipt = store.put("orders", body, queue_id=0)
+        [message] = store.read(*receipt.queue, receipt.offset)
+
+    assert int.from_bytes(message._record_bytes()[8:12], "big") == zlib.crc32(body) & 0x7FFF_FFFF
