@@ -1,4 +1,4 @@
-"""`mqstore top`: what happens right now in a store: rates, lags, and what waits."""
+"""`mqstore top` shows rates, lags and waiting messages of a store, live."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SHOWN = ("topics and groups", "topics", "groups")
 
 @dataclass
 class _Choice:
-    """What is shown, and in which order."""
+    """Selection and order of the rows."""
 
     sort: str
     match: str
@@ -148,7 +148,7 @@ def _look(target: Path) -> dict[str, Any]:
 
 
 def _view(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """Return what is shown: the counts of `now`, and their growth since `before` in a second."""
+    """Return the figures of a report: the counts of `now`, and their growth since `before` in a second."""
     span_s: float = max(1, now["taken_ms"] - before["taken_ms"]) / 1000
 
     def per_s(grown: int) -> float:

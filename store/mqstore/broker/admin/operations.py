@@ -115,10 +115,10 @@ class Operations:
     def activity(self) -> dict[str, Any]:
         """Return the counts that `mqstore top` compares, in one look, as plain values.
 
-            {"store", "taken_ms", "log_bytes", "free_bytes", "delayed",
-             "topics": {TOPIC: {"messages", "end"}},
-             "groups": {GROUP: {"oldest_age_ms", "dead_letters", "topics": {TOPIC: {"queues", "done", "messages",
-                                                                                   "in_flight"}}}}}
+            store, taken_ms, log_bytes, free_bytes, delayed
+            topics, by name     messages, end
+            groups, by name     oldest_age_ms, dead_letters
+                topics, by name     queues, done, messages, in_flight
 
         `end` and `done` are sums over queues: they grow with each message stored, and settled by the group. `queues` is
         the number of queues in which the group has started: only sums over as many can be compared."""
