@@ -314,6 +314,23 @@ def test_only_asked_groups_are_shown(world: World) -> None:
     assert [(each.group, each.state) for each in life.groups] == [("h", "leased")]
 
 
+@pytest.mark.parametrize("order", [False, True])
+def test_client_of_a_server_that_fails_is_named(world: World, order: bool) -> None:
+    world.put()
+    for seconds in (0, 100):
+        world.later(seconds)
+        found = world.store.broker.pop("g", "t", local=False, order=order)
+        world.store.broker.items.note_holder("g", found, "worker-7")
+        if not seconds:
+            world.store.broker.nack("g", "t", found[0].receipt, 1, error="busy")
+    world.later(100)
+    world.later(0)
+
+    [life] = trace(world.path, "k").messages
+    named = [(event.event, event.holder) for event in life.events if event.holder]
+    assert named == [("failed", "worker-7"), *[("lease ended", "worker-7")] * (not order)]
+
+
 # -- records that repeat, or are missing -------------------------------------------------------------------------------
 
 

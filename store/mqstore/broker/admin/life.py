@@ -51,6 +51,7 @@ _LOOKS: Final = 200_000
 _RECORDS: Final = 1_000_000
 """Maximum number of records of the pop log to read."""
 _PLACE: Final = re.compile(r"(.+)/([0-9]{1,9})@([0-9]{1,18})")
+_BATCH: Final = re.compile(rb'\{"k":([0-9]{1,19}),')
 _CUT_MS: Final = re.compile(r"-([0-9]{1,18})[.0-9]*$")
 _NEVER_MS: Final = 1 << 62
 
@@ -70,6 +71,8 @@ class Event:
     attempt: int | None = None
     until_ms: int | None = None
     """End of a lease, or time at which it is due."""
+    holder: str = ""
+    """Client of a server that had the delivery."""
     reason: str = ""
 
 
@@ -113,6 +116,7 @@ class Lives:
         """`name` is that of the store in the result, `groups` the only ones to show."""
         self._files, self._store, self._name, self._only = files, files._store, name, groups  # noqa: SLF001
         self._tables = open_tables(self._store)
+        self._indexed = set[int]()
         self._popped: Collection[QueueKey] = ()
         self.missed: list[str] = []
         """Reasons why something may be missing from the result."""
@@ -186,6 +190,8 @@ class Lives:
             else:
                 self.missed.append(f"{item.file} at {item.position}: {item.detail}")
         self.missed += search.missed
+        if search.by == "index":
+            self._indexed.update(each.physical_offset for each in found)
         if len(found) == _COPIES:
             self.missed.append(f"records older than the newest {_COPIES} with the key {word}")
         return found
@@ -237,17 +243,14 @@ class Lives:
             reason = properties.get(property_names.DLQ_REASON, "")
         elif topic == names.HALF_TOPIC:
             event, reason = "prepared", self._half(message)
-        return Event(at_ms, event, group, topic, message.queue_id, message.offset, attempt, until_ms, reason)
+        return Event(at_ms, event, group, topic, message.queue_id, message.offset, attempt, until_ms, "", reason)
 
     def _dispatched(self, message: Message) -> str:
         """Say where the record is listed."""
-        place, store, at_ms = message.physical_offset, self._store, message.store_timestamp_ms
-        unit = store.unit_bytes(*message.queue, message.offset, 1)
+        place, unit = message.physical_offset, self._store.unit_bytes(*message.queue, message.offset, 1)
         if not unit or UNIT.unpack(unit)[0] != place:
             return "not dispatched to its queue"
-        words = [*filter(None, (message._stored_property(UNIQ_KEY), *message.keys))][:8]
-        listed = all(place in store.index.query(message.topic, each, at_ms, at_ms, _LOOKS) for each in words)
-        return "dispatched to its queue" + (" and the index" if listed else ", not to the index") * bool(words)
+        return "dispatched to its queue" + " and the index" * (place in self._indexed)
 
     def _half(self, half: Message) -> str:
         """Say whether an operation has ended a half message."""
@@ -307,7 +310,7 @@ class Lives:
         for group in sorted(self._only or {*filter(None, known), *offsets.groups_of(topic)}) if copies else ():
             first, letters = copies[0], DeadLetters(self._tables, group)
             try:
-                item = items.find(group, topic, first.unique_key)
+                item = items.of(group, topic, copies)
                 dead = letters.select(offsets=[each.offset for each in copies if each.topic == letters.topic])
                 letter = next(iter(dead), None)
             except (LookupError, MQStoreError) as error:
@@ -357,16 +360,17 @@ class _Deliveries:
         """Events by the physical offset of the copy."""
         self.since_ms = min((message.store_timestamp_ms for message in self._copies.values()), default=None)
         self._topics = {topic.encode() for topic, _, _ in self._copies}
-        self._batches: dict[int, list[_Place]] = {}
+        self._batches: dict[int, set[_Place]] = {}
         self._leases: dict[_Place, _Lease] = {}
         self._seen = set[object]()
         """Deliveries and changes that a record has shown. The log may have them again, for a later replay."""
 
     def concerns(self, record: Message) -> bool:
         """Return False for a record that can be passed over without decoding it."""
-        if record.tag not in (POP, SKIP, RESET):
-            return bool(self._batches)
         body = bytes(record.body_view)
+        if record.tag not in (POP, SKIP, RESET):
+            named = _BATCH.match(body)
+            return named is None or int(named[1]) in self._batches
         return b"\\" in body or any(topic in body for topic in self._topics)
 
     def read(self, kind: str, position: int, at_ms: int | None, value: Any) -> None:
@@ -392,7 +396,9 @@ class _Deliveries:
                         self._change(place, kind, at_ms, value)
 
     def _add(self, place: _Place, at_ms: int | None, event: str, **more: Any) -> None:
-        self.events[self._copies[place[1:]].physical_offset].append(Event(at_ms, event, *place, **more))
+        events = self.events[self._copies[place[1:]].physical_offset]
+        if len(events) <= _EVENTS:
+            events.append(Event(at_ms, event, *place, **more))
 
     def _is_new(self, *what: object) -> bool:
         before = len(self._seen)
@@ -407,7 +413,7 @@ class _Deliveries:
             copy, last = self._copies.get(place[1:]), self._leases.get(place)
             if copy is None or kept >> i & 1:
                 continue
-            self._batches.setdefault(position, []).append(place)
+            self._batches.setdefault(position, set()).add(place)
             if lasts_ms <= 0:  # it shows the cursor, or replaces a lost record
                 self._leases.setdefault(place, _Lease(due_ms, local))
             elif self._is_new(place, pop_ms):
@@ -419,7 +425,7 @@ class _Deliveries:
                 self._add(place, pop_ms, "delivered", attempt=attempt, until_ms=due_ms, reason=whom)
 
     def _change(self, place: _Place, kind: str, at_ms: int | None, value: Any) -> None:
-        lease, reason = self._leases[place], str(value.get("e", ""))
+        lease, why = self._leases[place], {"reason": str(value.get("e", "")), "holder": str(value.get("h", ""))}
         if kind == CHANGE:
             pop_ms = _whole(value["pt"])
             lease.failed, lease.due_ms = value.get("n") == 1, pop_ms + _whole(value["it"])
@@ -429,21 +435,21 @@ class _Deliveries:
                 events = self.events[self._copies[place[1:]].physical_offset]
                 if event == "extended" and events[-1:] and events[-1].event == event:
                     del events[-1]  # only the last one of many matters
-                self._add(place, at_ms, event, until_ms=lease.due_ms, reason=reason)
+                self._add(place, at_ms, event, until_ms=lease.due_ms, **why)
         elif not lease.ended and kind == ACK:
             self._add(place, at_ms, "acknowledged", reason="then or before" * lease.local)
         elif not lease.ended and kind == GIVE and not lease.failed and (at_ms or 0) < lease.due_ms:
-            self._add(place, at_ms, "released", reason=reason)
+            self._add(place, at_ms, "released", **why)
         elif not lease.ended:
-            self._end(place, lease, at_ms or lease.due_ms, reason)
+            self._end(place, lease, at_ms or lease.due_ms, **why)
         lease.ended = kind != CHANGE
 
-    def _end(self, place: _Place, lease: _Lease, at_ms: int, reason: str) -> None:
+    def _end(self, place: _Place, lease: _Lease, at_ms: int, reason: str, holder: str = "") -> None:
         """Add the end of a lease, unless it had failed, or its receiver made it a dead letter in time."""
         if reason:
             self._add(place, at_ms, "process ended", reason=reason)
         elif at_ms >= lease.due_ms and not lease.failed:
-            self._add(place, lease.due_ms, "lease ended", reason="not settled in time")
+            self._add(place, lease.due_ms, "lease ended", holder=holder, reason="not settled in time")
 
 
 def _whole(value: Any) -> int:

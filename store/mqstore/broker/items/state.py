@@ -10,7 +10,7 @@ bounded number of messages, and none before the first that is not done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from heapq import nsmallest
@@ -167,10 +167,11 @@ class Items:
         self._tables, self._pops, self._timer, self._levels, self._waiting = tables, pops, timer, levels, waiting
         self._owner = owner
 
-    def find(self, group: str, topic: str, unique_key: str) -> Item | None:
-        """Return the item with this unique key, unless it is done or dead. Raises TopicNotFoundError."""
+    def of(self, group: str, topic: str, copies: Sequence[Message]) -> Item | None:
+        """Return the item that has these copies, unless it is done or dead. Raises TopicNotFoundError."""
         with self._pops.moving:
-            return next(self._alive(group, topic, partial(self._copies, unique_key)), None)
+            found = self._alive(group, topic, lambda key: [each for each in copies if each.queue == key[1:]])
+            return next(found, None)
 
     def _alive(self, group: str, topic: str, messages: Callable[[QueueKey], Iterable[Message]]) -> Iterator[Item]:
         """Yield the items among `messages` of each queue that are neither done nor dead. Call under `moving`."""

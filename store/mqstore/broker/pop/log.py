@@ -88,13 +88,14 @@ def pop_body(
     return body.encode()
 
 
-def settled_body(batch: int, offsets: Iterable[int], reason: str = "") -> bytes:
+def settled_body(batch: int, offsets: Iterable[int], reason: str = "", holder: str = "") -> bytes:
     """Return the body of `ACK`, `REVIVE` or `GIVE` for some offsets of one batch."""
-    return f'{{"k":{batch},"o":[{",".join(map(str, offsets))}]{_because(reason)}}}'.encode()
+    return f'{{"k":{batch},"o":[{",".join(map(str, offsets))}]{_because(reason, holder)}}}'.encode()
 
 
-def _because(reason: str) -> str:
-    return f',"e":{_ENCODE(reason[:ERROR_CHARS])}' if reason else ""
+def _because(reason: str, holder: str) -> str:
+    """Return the members that say why a delivery ended, and which client of a server had it."""
+    return "".join(f',"{name}":{_ENCODE(text[:ERROR_CHARS])}' for name, text in (("e", reason), ("h", holder)) if text)
 
 
 class PopLog:
@@ -117,9 +118,9 @@ class PopLog:
         """Append the record of a batch (`pop_body`)."""
         return self._put[POP](pop_body(head, offsets, pop_time_ms, invisible_ms, cursor, more), "append")[1]
 
-    def put_settled(self, kind: str, batch: int, offsets: Iterable[int], reason: str = "") -> int:
+    def put_settled(self, kind: str, batch: int, offsets: Iterable[int], reason: str = "", holder: str = "") -> int:
         """Append `ACK`, `REVIVE` or `GIVE` for some offsets of one batch (`settled_body`)."""
-        return self._put[kind](settled_body(batch, offsets, reason), "append")[1]
+        return self._put[kind](settled_body(batch, offsets, reason, holder), "append")[1]
 
     def put_change(
         self,
@@ -131,11 +132,12 @@ class PopLog:
         failed: bool = False,
         given: bool = False,
         error: str = "",
+        holder: str = "",
     ) -> int:
         """Append a new visible time of one message. `failed`: no receiver holds it any longer, because of `error`.
         `given`: neither, and the attempt does not count."""
         more = _GIVEN if given else _FAILED if failed else ""
-        body = f'{{"k":{batch},"o":{offset},"pt":{pop_time_ms},"it":{invisible_ms}{more}{_because(error)}}}'
+        body = f'{{"k":{batch},"o":{offset},"pt":{pop_time_ms},"it":{invisible_ms}{more}{_because(error, holder)}}}'
         return self._put[CHANGE](body.encode(), "append")[1]
 
     def put_reset(self, head: str, offset: int, *, reads: bool = False) -> int:

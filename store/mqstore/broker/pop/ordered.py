@@ -174,7 +174,8 @@ class OrderedQueues:
         # Negative if the clock was set back, so that the pop time is ahead of it.
         invisible_ms = visible_ms - record.pop_time_ms
         name, pop_time_ms = state.fifo.name, record.pop_time_ms
-        self._log.put_change(name, claim.offset, pop_time_ms, invisible_ms, failed=failed, given=given, error=error)
+        holder, times = state.holder(state.fifo, claim.offset) if failed else "", (pop_time_ms, invisible_ms)
+        self._log.put_change(name, claim.offset, *times, failed=failed, given=given, error=error, holder=holder)
         state.fifo.note_failed(claim.offset, failed, given=given)
         change = record.given_back if given else record.moved
         self._orders.put(state.key, change([claim.offset], visible_ms))

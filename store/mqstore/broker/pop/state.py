@@ -289,6 +289,10 @@ class QueueState(QueueFields):
         self.holders[offset] = holder
         self._drop_settled(self.holders)
 
+    def holder(self, batch: Batch, offset: int) -> str:
+        """Return the receiver of a delivery, if it is in another process and known."""
+        return "" if batch.local else self.holders.get(offset, "")
+
     def _drop_settled(self, notes: dict[int, str]) -> None:
         if len(notes) > _COMPACT_FROM + 2 * len(self.in_flight):
             for offset in notes.keys() - self.in_flight.keys():

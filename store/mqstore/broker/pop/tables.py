@@ -375,10 +375,12 @@ class PopTables(PopFields):
             state.logged = cursor
         return Batch(name, offsets, pop_time_ms, invisible_ms, local)
 
-    def log_settled(self, state: QueueState, kind: str, batch: Batch, offsets: Sequence[int], reason: str = "") -> None:
+    def log_settled(
+        self, state: QueueState, kind: str, batch: Batch, offsets: Sequence[int], reason: str = "", holder: str = ""
+    ) -> None:
         """Append `ACK`, `REVIVE` or `GIVE` for some offsets of one batch of the queue, in short form if possible."""
         if kind != ACK or not batch.local or not self._noted(state, settled_body(batch.name, offsets)):
-            self.log.put_settled(kind, self.name_of(state, batch), offsets, reason)
+            self.log.put_settled(kind, self.name_of(state, batch), offsets, reason, holder)
         elif batch.name >= 0:
             state.acks.update(dict.fromkeys(offsets, batch.name))
 

@@ -200,8 +200,9 @@ class UnorderedQueues:
         pop_time_ms = claim.pop_time_ms if renew else pop_time(now_ms, claim.pop_time_ms)
         # Negative if the clock was set back, so that the pop time is ahead of it.
         invisible_ms = now_ms + invisible_ms - pop_time_ms
-        name = self._tables.name_of(state, batch)
-        self._log.put_change(name, claim.offset, pop_time_ms, invisible_ms, failed=failed, given=given, error=error)
+        name, holder = self._tables.name_of(state, batch), state.holder(batch, claim.offset) if failed else ""
+        times = pop_time_ms, invisible_ms
+        self._log.put_change(name, claim.offset, *times, failed=failed, given=given, error=error, holder=holder)
         state.change(batch, claim.offset, pop_time_ms, invisible_ms)
         batch.note_failed(claim.offset, failed, given=given)
         if failed or given:
@@ -234,9 +235,11 @@ class UnorderedQueues:
         else:
             self._settle(state, ACK, batch, [offset])
 
-    def _settle(self, state: QueueState, kind: str, batch: Batch, offsets: Sequence[int], reason: str = "") -> None:
+    def _settle(
+        self, state: QueueState, kind: str, batch: Batch, offsets: Sequence[int], reason: str = "", holder: str = ""
+    ) -> None:
         # Logged before memory changes, so that a replay of the log always makes the same.
-        self._tables.log_settled(state, kind, batch, offsets, reason)
+        self._tables.log_settled(state, kind, batch, offsets, reason, holder)
         state.settle(batch, offsets)
         self._tables.commit(state)
 
@@ -331,8 +334,9 @@ class UnorderedQueues:
                 at += count
         finally:  # settled after the copies are in the log: a crash between the two makes a second copy, and loses none
             for batch, offsets in done.items():
+                holder = state.holder(batch, offsets[0])  # of all of them
                 for reason, some in _by_reason(batch, offsets):
-                    self._settle(state, REVIVE, batch, some, reason)
+                    self._settle(state, REVIVE, batch, some, reason, holder)
                 state.note_revived(offsets)
             for batch, offsets in stay.items():
                 self._tables.log_settled(state, GIVE, batch, offsets)
