@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -329,6 +331,32 @@ def test_client_of_a_server_that_fails_is_named(world: World, order: bool) -> No
     [life] = trace(world.path, "k").messages
     named = [(event.event, event.holder) for event in life.events if event.holder]
     assert named == [("failed", "worker-7"), *[("lease ended", "worker-7")] * (not order)]
+
+
+@pytest.mark.parametrize("order", [False, True])
+def test_handler_that_was_running_at_a_kill_has_failed(world: World, order: bool) -> None:
+    """A push consumer had one message in its handler, and had only fetched the other."""
+    receipts = [world.store.put("t", b"x", keys=key) for key in ("running", "fetched")]
+    world.store.broker.pop("g", "t", 2, order=order)
+    folder = world.path / "config" / "begun"
+    folder.mkdir(exist_ok=True)
+    head = json.dumps({"group": "g", "workers": 1, "cells": 3}).encode()
+    (folder / "0").write_bytes(head.ljust(512, b"\0") + struct.pack("<3q", receipts[0].physical_offset, -1, -1))
+    world.clock.advance(5000)
+    kill(world.store.log)
+    world.open()
+    world.later(0)
+    world.store.broker.pop("g", "t", 2, order=order)
+    world.later(0)
+
+    told = {
+        key: [each for each in world.told(key) if each[1] in ("failed", "released")] for key in ("running", "fetched")
+    }
+    assert told["running"] == [(5, "failed", 5, "the process ended while it was handled")]
+    assert told["fetched"] == [(5, "released", "the store was reopened")]
+    [running, fetched] = [trace(world.path, key).messages[0].events for key in ("running", "fetched")]
+    assert [event.attempt for event in running if event.event == "delivered"] == [1, 2]
+    assert [event.attempt for event in fetched if event.event == "delivered"] == [1, 1]
 
 
 # -- records that repeat, or are missing -------------------------------------------------------------------------------

@@ -435,7 +435,7 @@ class _Deliveries:
                 events = self.events[self._copies[place[1:]].physical_offset]
                 if event == "extended" and events[-1:] and events[-1].event == event:
                     del events[-1]  # only the last one of many matters
-                self._add(place, at_ms, event, until_ms=lease.due_ms, **why)
+                self._add(place, at_ms, event, until_ms=max(lease.due_ms, at_ms or 0), **why)
         elif not lease.ended and kind == ACK:
             self._add(place, at_ms, "acknowledged", reason="then or before" * lease.local)
         elif not lease.ended and kind == GIVE and not lease.failed and (at_ms or 0) < lease.due_ms:
