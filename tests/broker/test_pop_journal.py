@@ -247,6 +247,23 @@ def test_kill_while_it_is_folded_loses_nothing(pops: PopBench, monkeypatch: pyte
     assert [each.offset for each in pops.service.pending("g")] == [2, 3]
 
 
+@pytest.mark.parametrize(("held", "options"), [(0, {"local": False}), (1, {"local": False}), (0, {"order": True})])
+@pytest.mark.parametrize("way", ["crash", "reopen"])
+def test_pop_that_fails_after_folding_delivered_nothing(
+    pops: PopBench, monkeypatch: pytest.MonkeyPatch, held: int, options: dict[str, Any], way: str
+) -> None:
+    pops.put("t", 5)
+    pops.ack(*pops.pop())
+    for _ in range(held):
+        pops.pop(invisible_ms=HOUR_MS)
+    pops.fail_once(monkeypatch, "put_pop", call=2)
+    with pytest.raises(OSError):
+        pops.pop(n=2, **options)
+    monkeypatch.undo()
+    getattr(pops, way)(requeue_on_open=False)
+    assert offsets(pops.pop(n=9)) == [*range(1 + held, 5)]
+
+
 def test_full_disk_at_opening_keeps_the_journal(pops: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
     pops.put("t", 3)
     pops.ack(pops.pop()[0])

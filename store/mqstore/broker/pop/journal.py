@@ -127,11 +127,12 @@ class PopJournal:
                 with state.lock:
                     self.fold(state)
 
-    def fold(self, state: QueueState) -> None:
-        """Append the outcome of a queue's entries to the log. Call under the state's lock."""
+    def fold(self, state: QueueState, cursor: int | None = None) -> None:
+        """Append the outcome of a queue's entries to the log. Call under the state's lock.
+        `cursor` is that before the present pop, whose messages count as delivered only with their own record."""
         if not state.noted:
             return
-        log, cursor = self._tables.log, state.cursor
+        log, cursor = self._tables.log, state.cursor if cursor is None else cursor
         acked: dict[int, list[int]] = {}
         for offset, name in state.acks.items():
             acked.setdefault(name, []).append(offset)

@@ -81,7 +81,7 @@ class OrderedQueues:
                 record = record.acknowledged(done)
             if left:
                 record = record.given_back(left, now_ms)
-            self._name(state, record, state.cursor, local=request.local)
+            self._name(state, record, state.cursor, local=request.local, before=cursor)
         except BaseException:  # without its record the batch was not popped, so its messages must be read again
             state.cursor = cursor
             state.drop_ahead()
@@ -117,11 +117,13 @@ class OrderedQueues:
             found += [message for message in taken if message.offset not in done]
         return found
 
-    def _name(self, state: QueueState, record: OrderInfo, cursor: int, *, local: bool) -> None:
+    def _name(
+        self, state: QueueState, record: OrderInfo, cursor: int, *, local: bool, before: int | None = None
+    ) -> None:
         """Append a batch to the log, in place of the one that `state.fifo` names."""
         invisible_ms, more = record.invisible_ms or 0, order_members(record)
         state.fifo = self._tables.log_batch(
-            state, record.offsets, record.pop_time_ms, invisible_ms, cursor, local=local, more=more
+            state, record.offsets, record.pop_time_ms, invisible_ms, cursor, local=local, more=more, before=before
         )
 
     def settle(self, state: QueueState, claims: Iterable[Claim], kind: str = ACK) -> list[str]:

@@ -363,14 +363,15 @@ class PopTables(PopFields):
         local: bool,
         more: str = "",
         noted: bool = False,
+        before: int | None = None,
     ) -> Batch:
         """Append a batch of the queue to the pop log. `more`: members of its record that make it a FIFO one.
-        `noted`: to the journal instead, if it is open."""
+        `noted`: to the journal instead, if it is open. `before`: the cursor before its messages were taken."""
         more += LOCAL if local else ""
         record = state.head, offsets, pop_time_ms, invisible_ms, cursor, more
         name = self._noted(state, pop_body(*record)) if noted else 0
         if not name:
-            self.journal.fold(state)  # first, because the batches in flight have the order of their names
+            self.journal.fold(state, before)  # first, because the batches in flight have the order of their names
             name = self.log.put_pop(*record)
             state.logged = cursor
         return Batch(name, offsets, pop_time_ms, invisible_ms, local)

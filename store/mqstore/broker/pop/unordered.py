@@ -81,7 +81,7 @@ class UnorderedQueues:
                     found = unexpired(tables, state, found)
                 messages = messages + found if messages else found
             if messages:
-                self._deliver(state, request, mark, messages, out)
+                self._deliver(state, request, mark, messages, cursor, out)
         except BaseException:  # without its record the batch was not popped, so its messages must be read again
             state.cursor = cursor
             state.drop_ahead()
@@ -90,7 +90,13 @@ class UnorderedQueues:
         return bool(messages) and bool(state.ahead or state.released)
 
     def _deliver(
-        self, state: QueueState, request: PopRequest, mark: int, messages: list[Message], out: list[Delivery]
+        self,
+        state: QueueState,
+        request: PopRequest,
+        mark: int,
+        messages: list[Message],
+        before: int,
+        out: list[Delivery],
     ) -> None:
         now_ms, invisible_ms = self._tables.clock.now_ms(), request.invisible_ms
         visible_ms = now_ms + invisible_ms
@@ -109,7 +115,10 @@ class UnorderedQueues:
         start = messages[0].offset
         offsets = (start,) if count == 1 else [message.offset for message in messages]
         batch = self._tables.log_batch(
-            *(state, offsets, pop_time_ms, invisible_ms, state.cursor), local=request.local, noted=noted
+            *(state, offsets, pop_time_ms, invisible_ms, state.cursor),
+            local=request.local,
+            noted=noted,
+            before=before,
         )
         state.add(batch, offsets)
         state.pops += 1
