@@ -377,6 +377,24 @@ def test_folding_and_compaction_repeat_no_event(world: World, monkeypatch: pytes
     assert world.state() == "retry"
 
 
+def test_compaction_repeats_no_cancellation(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mqstore.broker.pop.compaction._REPLAY_RECORDS", 4)
+    queue = world.store.queue("jobs")
+    queue.put(b"held")
+    receipt = queue.put(b"cancelled")
+    queue.get()
+    assert queue.cancel(receipt)
+    for _ in range(20):
+        world.put()
+        world.later(5)
+        world.store.broker.ack("g", "t", [world.pop(local=False)])
+    records = [bytes(each.body) for each in world.store.iter("rmq_sys_pop_log") if each.tag == "skp"]
+    assert len(records) > 1
+
+    [life] = trace(world.path, receipt.id).messages
+    assert [event.event for event in life.events] == ["stored", "cancelled"]
+
+
 def test_deleted_first_copy_is_named(world: World) -> None:
     receipt = world.put(unique_key="U" * 32)
     world.store.put("t", bytes(65_000))
@@ -453,4 +471,12 @@ def test_failed_and_released_deliveries_are_not_logged_as_expired(
     world.store.close()
     world.open()
     world.store.broker.run_once()
+    assert "in time" not in caplog.text
+
+
+def test_delivery_in_order_that_a_kill_ended_is_not_logged_as_expired(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mqstore")
+    _in_order_killed(world)
     assert "in time" not in caplog.text
