@@ -80,4 +80,6 @@ def opening(store: object, *, topic: str = "orders") -> dict[str, list[str]]:
     """Return the words of commands that open files of `store`. Not every store has them all."""
     names = ["commitlog/" + "0" * 20, f"consumequeue/{topic}/0/" + "0" * 20, "index/20200101000000000", "checkpoint"]
     names += ["timerwheel", "timerlog/" + "0" * 20, "config/timercheck", "config/consumerOffset.json"]
-    return {f"inspect, {name}": ["inspect", "--file", f"{store}/{name}", "--offset", "0"] for name in names}
+    carve = ["recover", "--carve", f"{store}/{names[0]}", "--into", f"{store}-carved", "--dry-run"]
+    shown = {f"inspect, {name}": ["inspect", "--file", f"{store}/{name}", "--offset", "0"] for name in names}
+    return {**shown, "recover, carve, dry": carve}

@@ -22,6 +22,7 @@ from typing import Any
 
 from mqstore.broker.admin import contents
 from mqstore.broker.admin.bytes import inspect_file
+from mqstore.broker.admin.carve import carve
 from mqstore.broker.admin.compare import compare_stores
 from mqstore.broker.admin.cut import cut_messages, restore_cut
 from mqstore.broker.admin.inspect import inspect_broker
@@ -45,6 +46,7 @@ __all__ = [
     "DeadLetters",
     "Offline",
     "Search",
+    "carve",
     "check_group",
     "check_message",
     "check_user_topic",

@@ -178,6 +178,7 @@ WRITERS: dict[str, Command] = {
 OTHERS: dict[str, Command] = {
     "snapshot --link": _cli("snapshot", "DIR", "OUT/linked", "--link"),
     "spark clean": _cli("spark", "clean", "DIR", "--older-than", "0s"),
+    "carve": _cli("recover", "--carve", f"DIR/commitlog/{0:020d}", "--into", "OUT/carved"),
     "publish": lambda store, out: publish(store, "billing", {("orders", 0): 1}),
 }
 """What changes a store, or its files' second names, without opening it."""

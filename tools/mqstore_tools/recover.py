@@ -4,15 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
+from mqstore.admin import carve as carve_records
 from mqstore.admin import rebuild_config
 from mqstore_tools.multi_store import on_spark, spark_option, stores_argument
-from mqstore_tools.render import console, note, print_findings, print_json, progress, safe
+from mqstore_tools.render import (
+    console,
+    note,
+    print_findings,
+    print_json,
+    progress,
+    safe,
+    show_bytes,
+    show_tables,
+)
 from mqstore_tools.session import ask, dry_run_option, yes_option
-from mqstore_tools.shared import FINDINGS, UNUSABLE, StoreCommand, findings_on_stderr, json_option
+from mqstore_tools.shared import (
+    FINDINGS,
+    UNUSABLE,
+    StoreCommand,
+    findings_on_stderr,
+    json_option,
+    refuse_given,
+)
 
 
 @click.command(
@@ -24,7 +41,8 @@ Examples:
   mqstore recover var/mq                      # carry it out
   mqstore recover fleet/* --spark local[4]
   mqstore recover var/mq --prefix --dry-run   # show the loss if the log ended at the first damage
-  mqstore recover var/mq --rebuild config --yes""",
+  mqstore recover var/mq --rebuild config --yes
+  mqstore recover --carve disk.img lost+found/#1234 --into var/carved""",
 )
 @stores_argument
 @dry_run_option
@@ -40,6 +58,11 @@ Examples:
     multiple=True,
     help="config: replace JSON files that do not decode by defaults (asks first). index: rebuild the index.",
 )
+@click.option("--carve", is_flag=True, help="DIR... are files or block devices: find whole records in their bytes.")
+@click.option("--into", metavar="DIR", type=click.Path(path_type=Path), help="With --carve: new store for the records.")
+@click.option(
+    "--profile", type=click.Choice(["mqstore", "rocketmq"]), help="With --carve: profile of the records, if known."
+)
 @yes_option
 @spark_option
 @json_option
@@ -50,6 +73,9 @@ def recover(
     dry_run: bool,
     prefix: bool,
     rebuild: tuple[str, ...],
+    carve: bool,
+    into: Path | None,
+    profile: Literal["mqstore", "rocketmq"] | None,
     yes: bool,
     master: str | None,
     json_output: bool,
@@ -63,7 +89,21 @@ def recover(
 
     Exit code 1 if there is new damage that cannot be repaired, or with --dry-run if there is work to do. Damage that
     was reported once is known: neither `recover` nor `verify` exits with 1 for it again.
+
+    With --carve, put every whole record that is anywhere in some files, such as a disk image, into a new store, each
+    once, at its old offsets. A record whose place is taken gets new ones. Exit code 1 if bytes look like a damaged
+    record, or a record could not be stored.
     """
+    if carve:
+        if into is None or prefix or rebuild or master:
+            raise click.UsageError("--carve needs --into, and takes no other option but --profile and --dry-run")
+        with progress("searching") as report_progress, findings_on_stderr():
+            carved = carve_records(stores, into, profile=profile, dry_run=dry_run, progress=report_progress)
+        _show_carved(carved, json_output=json_output)
+        if carved["damaged"] or carved["refused"] or not carved["found"]:
+            ctx.exit(FINDINGS)
+        return
+    refuse_given(ctx, ("into", "profile"), "goes with --carve")
     if "config" in rebuild:
         if len(stores) > 1 or len(rebuild) > 1 or master:
             raise click.UsageError("--rebuild config is for one store, without other options: it loses settings")
@@ -110,6 +150,26 @@ def recover(
         ctx.exit(FINDINGS)
 
 
+def _show_carved(found: dict[str, Any], *, json_output: bool) -> None:
+    rows = [(name, counts["messages"], show_bytes(counts["bytes"])) for name, counts in found["topics"].items()]
+    show_tables(found, ("", ("topic", "records>", "bytes>"), rows[:_MOST]), json_output=json_output)
+    if json_output:
+        return
+    counts = "{found} records found in profile {profile}, {duplicates} of them again, {damaged} damaged"
+    print(safe(f"{counts.format(**found)}; {'to be put' if found['dry_run'] else 'put'} into {found['into']}"))
+    if found["renumbered"]:
+        note(f"{found['renumbered']} records had a place that another one has, so they have new offsets")
+    if found["unlisted"]:
+        note(f"{found['unlisted']} records are of an earlier generation of their topic, and in no queue")
+    for why, count in found["refused"].items():
+        note(f"{count} records were not stored: {why}")
+    for each in found["sources"]:
+        if each["unreadable_bytes"]:
+            note(f"{each['path']}: {each['unreadable_bytes']} bytes could not be read")
+
+
+_MOST = 100
+"""Limit of printed topics. JSON has all."""
 _DAMAGE = ("bad_record", "missing_segment", "segment_size")
 
 

@@ -8,6 +8,7 @@ can be avoided. Positions are relative to the buffer. `record` has the byte tabl
     gather       their fields as arrays, each built on first use
     topic_is     mask of the records of a topic
     verify       mask of the records whose checksums are right (format#crc-tail, format#checksum)
+    whole_runs   all records that verify, wherever they start and whatever their offsets
     find_next    the next record that verifies, wherever it starts: resynchronisation after damage (format#opening)
     check_place  the check of a place where a run ends: a BLANK, or damage
     content_end  start of the zeros at the end of a file
@@ -48,6 +49,8 @@ from mqstore.layout.record import (
 from mqstore.native import crc32c, kernel
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from _typeshed import ReadableBuffer
 
     _Int64s = np.NDArray[np.int64]
@@ -69,6 +72,7 @@ _ODD_PAIR: Final = int.from_bytes(_MAGIC_BYTES[1:3], sys.byteorder)
 _BLOCK_BYTES = 1 << 19  # examined at once; stays in the cache between the passes over it
 _PATIENCE = 16  # `find_next` reads this many times its range before it distrusts large candidates
 _PAGE_BYTES = 4096
+_RUN_RECORDS = 8192
 
 # Rows of the two tables that `kernel.sweep` fills: 64 and 32 bits.
 _LONG_ROWS: Final = 7
@@ -570,6 +574,39 @@ def find_next(
             if check_record(view, position, end, base + position, checksum).status == "ok":
                 return int(position)
     return None
+
+
+def whole_runs(buf: ReadableBuffer, stop: int, checksum: Checksum) -> Iterator[Headers | None]:
+    """Yield consecutive records that verify and begin in `[0, stop)`, whatever their physical offsets are.
+
+    A new run begins where the next record does not continue the last one, and after some thousand records. Records in
+    the body of a record that verifies are not searched for. Yields None for bytes that look like a record, but do not
+    verify. Like `find_next` it ignores large candidates after it has read the buffer many times in vain.
+    """
+    view = _bytes_of(buf)
+    data, end, done = np.frombuffer(view, np.uint8), len(view), 0
+    budget = _PATIENCE * end
+    for low in range(0, stop, _BLOCK_BYTES):
+        high = min(low + _BLOCK_BYTES, stop)
+        if high <= done or not data[low : high + _record.MAGIC_AT + len(_MAGIC_BYTES)].any():
+            continue
+        found, _ = _candidates(view, max(low, done), high, end)
+        headers = gather(view, found)
+        good = headers.ok & (headers.physical_offset >= 0)
+        columns = found[good], headers.size[good], headers.physical_offset[good]
+        for position, size, place in zip(*(each.tolist() for each in columns), strict=True):
+            if position < done:
+                continue
+            budget -= size
+            if budget < 0 and size > _PAGE_BYTES:
+                continue
+            if check_record(view, position, end, place, checksum).status != "ok":
+                yield None
+                continue
+            run, done, _ = read_run(view, position, stop, place - position, checksum, _RUN_RECORDS)
+            if not len(run):  # a record that this check refuses counts, but ends its run
+                run, done = gather(view, np.array([position])), position + size
+            yield run
 
 
 def check_place(
