@@ -12,6 +12,7 @@ import pytest
 import mqstore as library
 from examples import shop
 from mqstore import SimulatedClock, StoreConfig
+from mqstore.log.store import MessageStore
 from tests.log.support import flip_log
 from tests.tools.support import mqstore, mqstore_json, snapshot
 
@@ -144,6 +145,19 @@ def test_damaged_message_is_in_the_other_store(pair: tuple[Path, Path]) -> None:
 
     assert found["differences"] == [_messages(5, 6, "a")]
     assert found["damaged"] == {"a": 0, "b": 1}
+
+
+def test_front_that_retention_deleted_is_in_the_other_store(pair: tuple[Path, Path]) -> None:
+    with MessageStore(pair[1]) as log:
+        log.drop_before(1 << 16)
+        refs = [(topic, ref.queue_id) for topic in ("orders", "payments") for ref in log.queues(topic)]
+        kept = {ref: log.offsets(*ref)[0] for ref in refs}
+
+    rows = [row for row in differences(*pair) if row["kind"] == "messages" and row["topic"] in ("orders", "payments")]
+
+    assert min(kept.values()) > 0
+    assert {(row["topic"], row["queue_id"]): row["stop"] for row in rows} == kept
+    assert {(row["in"], row["first"]) for row in rows} == {("a", 0)}
 
 
 def test_limit_bounds_the_list_and_counts_the_rest(tmp_path: Path) -> None:
