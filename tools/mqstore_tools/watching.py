@@ -1,9 +1,7 @@
-"""Repeat a report each interval: in place on a terminal, with keys, or else one after the other.
+"""Repeat a report each interval, in place on a terminal, with keys, or else one after the other.
 
-    stdout a terminal    the other screen of the terminal, cut to its height; an error is shown until a look succeeds
-    otherwise, --json    each report below the last one; an error ends the command, so that scripts notice it
-
-Keys are read if stdin is a terminal, too. Its mode is restored at the end, also after Ctrl-C and SIGTERM.
+Keys are read if stdin is a terminal, too. Its mode is restored at the end, also after Ctrl-C and SIGTERM. A failed look
+ends the command, so that scripts notice it. On a terminal only the first one does, and later ones are tried again.
 """
 
 from __future__ import annotations
@@ -31,8 +29,6 @@ from mqstore_tools.shared import NumberRange
 interval_option = click.option(
     "--interval", type=NumberRange(0.1, 86_400), default=2.0, show_default=True, help="Seconds between two looks."
 )
-_NAMES = 3
-"""Names get this part of the width of a screen."""
 
 
 def watch(
@@ -41,24 +37,29 @@ def watch(
     *,
     interval: float,
     json_output: bool,
+    once: bool = False,
     press: Callable[[str], bool] = lambda key: False,
     hint: Callable[[], str] = lambda: "q quit",
 ) -> None:
-    """Show the `tables` of what `look` returns every `interval` seconds, until the key q.
-    `press` gets each key and returns True if it has used it. `hint` is the last line of the screen."""
-    value = look()  # its errors end the command
-    screen = console()
-    if json_output or not screen.is_terminal:
-        while True:
-            _print(value, tables, json_output=json_output)
-            time.sleep(interval)
-            value = look()
-    with _keys() as key, Live(console=screen, screen=True, auto_refresh=False) as live:
+    """Show the `tables` of what `look` returns every `interval` seconds, until the key q, or `once`.
+    `press` gets each key and returns True if q has another meaning now. `hint` is the last line of the page."""
+    value, screen = look(), console()
+    while once or json_output or not screen.is_terminal:
+        if json_output:
+            print(as_json({**VERSION, **value}))
+        for each in () if json_output else tables(value):
+            screen.print(table(*each))
+        if once:
+            return
+        sys.stdout.flush()
+        time.sleep(interval)
+        value = look()
+    with _keys() as keys, Live(console=screen, screen=True, auto_refresh=False) as live:
         due, problem = time.monotonic() + interval, ""
         while True:
-            live.update(_page(tables(value), screen.size.height, screen.width, problem or hint()), refresh=True)
-            for char in key(due - time.monotonic()):
-                if not press(char) and char in "qQ":
+            live.update(_page(tables(value), *screen.size, problem or hint()), refresh=True)
+            for key in keys(max(0.0, due - time.monotonic())):
+                if not press(key) and key == "q":
                     return
             if time.monotonic() >= due:
                 try:
@@ -68,29 +69,14 @@ def watch(
                 due = time.monotonic() + interval
 
 
-def show_once(value: Any, tables: Callable[[Any], Sequence[Cells]], *, json_output: bool) -> None:
-    """Print one report, as `watch` does without a terminal."""
-    _print(value, tables, json_output=json_output)
-
-
-def _print(value: Any, tables: Callable[[Any], Sequence[Cells]], *, json_output: bool) -> None:
-    if json_output:
-        print(as_json({**VERSION, **value}))
-    else:
-        for each in tables(value):
-            console().print(table(*each))
-    sys.stdout.flush()
-
-
-def _page(tables: Sequence[Cells], height: int, width: int, last: str) -> Group:
-    """Return the tables and the last line, with as many rows as fit the screen."""
-    fixed = sum(bool(title) + any(columns) for title, columns, _ in tables) + 1
-    free, left = max(0, height - fixed), len(tables)
+def _page(tables: Sequence[Cells], width: int, height: int, last: str) -> Group:
+    """Return the tables and the last line, each row in one line, with as many rows as fit the screen."""
+    free = height - 1 - sum(1 + bool(title) for title, _, _ in tables)
     shown: list[Any] = []
-    for title, columns, rows in tables:
+    for left, (title, columns, rows) in zip(range(len(tables), 0, -1), tables, strict=True):
         some = rows[: max(1, free // left)]
-        free, left = free - len(some), left - 1
-        shown.append(table(safe(title)[:width], columns, some, name_width=max(8, width // _NAMES)))
+        free -= len(some)
+        shown.append(table(safe(title)[:width], columns, some, name_width=max(8, width // 3)))
     return Group(*shown, Text(safe(last), style="dim", no_wrap=True, overflow="ellipsis"))
 
 
@@ -100,17 +86,12 @@ def _keys() -> Iterator[Callable[[float], str]]:
     try:
         fd = sys.stdin.fileno()
         mode = termios.tcgetattr(fd)
-    except (termios.error, OSError, ValueError):  # not a terminal, closed, or not a file
-
-        def sleep(seconds: float) -> str:
-            time.sleep(max(0.0, seconds))
-            return ""
-
-        yield sleep
+    except (termios.error, OSError, ValueError):  # not a terminal, or closed
+        yield lambda seconds: "".join(map(str, select.select([], [], [], seconds)[0]))
         return
 
     def read(seconds: float) -> str:
-        ready, _, _ = select.select([fd], [], [], max(0.0, seconds))
+        ready = select.select([fd], [], [], seconds)[0]
         keys = (os.read(fd, 64).decode(errors="replace") or "q") if ready else ""
         return "" if keys[1:] and keys[0] == "\x1b" else keys  # an arrow, for example
 

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from itertools import filterfalse
 from typing import Any, NamedTuple
 
 from mqstore.broker.admin.inspect import QueueLag, delay_levels, group_names, timer_view
@@ -113,40 +111,37 @@ class Operations:
             }
 
     def activity(self) -> dict[str, Any]:
-        """Return the counts that `mqstore top` compares, in one look, as plain values.
+        """Return the counts that `mqstore top` shows and compares, as plain values.
 
             store, taken_ms, log_bytes, free_bytes, delayed
-            topics, by name     messages, end
-            groups, by name     oldest_age_ms, dead_letters
-                topics, by name     queues, done, messages, in_flight
+            topics    [messages, end] by topic
+            groups    {oldest_age_ms, dead_letters, topics} by group; topics has [queues, done, lag, in flight] by topic
 
-        `end` and `done` are sums over queues: they grow with each message stored, and settled by the group. `queues` is
-        the number of queues in which the group has started: only sums over as many can be compared."""
+        `end` and `done` are sums over queues. They grow with each message that is stored, and that the group settles.
+        Two values of `done` can be compared if `queues`, in which the group has started, are as many."""
         with self._looking() as opened:
             tables, store = opened.tables, opened.tables.store
-            now_ms, stored = tables.clock.now_ms(), {*store.topics()}
+            names, now_ms = opened.group_names(), tables.clock.now_ms()
             letters = {each.group: len(each) for each in letters_of(tables)}
-            topics, groups = {}, {}
-            for name in filterfalse(is_dlq_topic, opened.topics.names()):
+            groups = {}
+            for name in sorted({*names, *letters}):
+                oldest_ms, topics = [], dict[str, list[int]]()
+                for lag in opened.lag(name) if name in names else ():
+                    if lag.committed is not None:
+                        row = 1, lag.end - lag.messages, lag.messages, lag.in_flight
+                        topics[lag.topic] = [*map(sum, zip(row, topics.get(lag.topic, [0] * 4), strict=True))]
+                        oldest_ms += [lag.oldest_ms] if lag.oldest_ms else []
+                age_ms = max(0, now_ms - min(oldest_ms)) if oldest_ms else None
+                groups[name] = {"oldest_age_ms": age_ms, "dead_letters": letters.get(name, 0), "topics": topics}
+            stored = {*store.topics()}
+            ends = {}
+            for name in (each for each in opened.topics.names() if not is_dlq_topic(each)):
                 bounds = [opened.offsets.bounds(*ref) for ref in (store.queues(name) if name in stored else ())]
-                topics[name] = {"messages": sum(high - low for low, high in bounds), "end": sum(b[1] for b in bounds)}
-            known = opened.group_names()
-            for name in sorted({*known, *letters}):
-                sums: dict[str, Counter[str]] = {}
-                lags = [lag for lag in (opened.lag(name) if name in known else ()) if lag.committed is not None]
-                for lag in lags:
-                    counts = {"queues": 1, "done": lag.end - lag.messages, "messages": lag.messages}
-                    sums.setdefault(lag.topic, Counter()).update(counts, in_flight=lag.in_flight)
-                oldest_ms = min((lag.oldest_ms for lag in lags if lag.oldest_ms is not None), default=None)
-                groups[name] = {
-                    "oldest_age_ms": None if oldest_ms is None else max(0, now_ms - oldest_ms),
-                    "dead_letters": letters.get(name, 0),
-                    "topics": {topic: dict(counts) for topic, counts in sums.items()},
-                }
+                ends[name] = [sum(high - low for low, high in bounds), sum(high for _, high in bounds)]
             waiting = sum(level.waiting for level in delay_levels(tables)) + timer_view(tables).waiting
             disk = {"log_bytes": store.stats().commitlog_bytes, "free_bytes": shutil.disk_usage(store.path).free}
-            found = {"store": str(store.path), "taken_ms": now_ms, **disk, "delayed": waiting}
-            return {**found, "topics": topics, "groups": groups}
+            view = {"store": str(store.path), "taken_ms": now_ms, **disk, "delayed": waiting}
+            return {**view, "topics": ends, "groups": groups}
 
     def pending(
         self, group: str, topics: list[str], start: Start | None = None
