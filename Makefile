@@ -29,6 +29,7 @@
 #   make arm64   tests of the compiled parts on Linux arm64, emulated (needs Debian, its cross-compiler and qemu; ARM64="tests" chooses)
 #   make wheel   a wheel, checked by auditwheel, installed where there is no compiler, and used there
 #   make docs    docs/commands.md, the tables of docs/spark-options.md and store/native/table.h from the code; fails if one was stale (and makes it fresh)
+#   make man     man pages of all commands and topics of help, in var/man (`man -l var/man/mqstore.1`)
 #   make clean   remove the environment, caches and var/
 #
 # PYTHON=/path/to/python3.12 chooses the interpreter; else the first of these that runs and is 3.11 or later is taken.
@@ -57,7 +58,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-connect cover lint bench bench-compare spark spark-alone spark-bench delta interop conformance cluster crash descriptors retention shared hostile salvage stress interrupts sanitize arm64 wheel docs clean serve-faults items
+.PHONY: help demo test test-connect cover lint bench bench-compare spark spark-alone spark-bench delta interop conformance cluster crash descriptors retention shared hostile salvage stress interrupts sanitize arm64 wheel docs man clean serve-faults items
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -222,6 +223,9 @@ docs: $(VENV)/stamp-dev
 	$(BIN)/python -m scripts.docs $$page > $(VENV)/page.md || exit 1; \
 	if cmp -s $(VENV)/page.md $$page; then echo "$$page is fresh"; \
 	else cp $(VENV)/page.md $$page; echo "$$page was stale; it has been written again"; stale=1; fi; done; exit $$stale
+
+man: $(VENV)/stamp-dev
+	$(BIN)/python -m scripts.docs --man var/man
 
 clean:
 	rm -rf $(VENV) .venv-spark .venv-spark-* .venv-delta .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks build dist var store/mqstore/_native.*

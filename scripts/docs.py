@@ -3,6 +3,8 @@
 docs/commands.md        all of it: the commands' own help
 docs/spark-options.md   its tables; the text between them is written by hand
 store/native/table.h    all of it: the numbers that C shares with Python
+
+`python -m scripts.docs --man DIR` writes a man page of each command and topic into a directory.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from pathlib import Path
 
 import click
 
+from mqstore_tools.concepts import TOPICS
+from mqstore_tools.help import page as help_page
 from mqstore_tools.main import cli
 
-__all__ = ["native_table", "page", "with_tables"]
+__all__ = ["man_pages", "native_table", "page", "with_tables"]
 
 _WIDTH = 100
 _HELP = re.compile(r"(\nOptions:\n)?  -h, --help +Show this message and exit\.\n?")
@@ -37,8 +41,22 @@ read or written. Contents of a store are printed escaped, without control sequen
 
 def page() -> str:
     """Return the page, the same at any width of terminal."""
+    wide = {**cli.context_settings, "terminal_width": _WIDTH, "max_content_width": _WIDTH}
+    with click.Context(cli, info_name="mqstore", **wide) as ctx:
+        topics = [f"## mqstore help {name}\n\n```text\n{help_page(ctx, [name], man=False)}\n```\n" for name in TOPICS]
+        return "\n".join([_HEAD, _block("mqstore", cli, None), *_blocks("mqstore", cli, ctx), *topics])
+
+
+def man_pages(folder: Path) -> None:
+    """Write a man page of each command and topic."""
+    folder.mkdir(parents=True, exist_ok=True)
+    titles = ["mqstore", *re.findall("^## (mqstore .+)", page(), re.M)]
     with click.Context(cli, info_name="mqstore", **cli.context_settings) as ctx:
-        return "\n".join([_HEAD, _block("mqstore", cli, None), *_blocks("mqstore", cli, ctx)])
+        for _, *words in map(str.split, titles):
+            topic = any(word in TOPICS for word in words)
+            words = words[-1:] if topic else words
+            name = f"{'-'.join(['mqstore', *words])}.{7 if topic else 1}"
+            (folder / name).write_text(help_page(ctx, words, man=True) + "\n", encoding="utf-8")
 
 
 def _blocks(title: str, group: click.Group, ctx: click.Context) -> Iterator[str]:
@@ -114,6 +132,9 @@ def native_table() -> str:
 
 
 if __name__ == "__main__":
-    file = Path(sys.argv[1])
+    file = Path(sys.argv[-1])
+    if "--man" in sys.argv:
+        man_pages(file)
+        sys.exit()
     made = {"commands.md": page, "table.h": native_table}.get(file.name)
     print(made() if made else with_tables(file.read_text(encoding="utf-8")), end="")

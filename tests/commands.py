@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ASKING", "CHANGING", "looking", "opening"]
+__all__ = ["ASKING", "CHANGING", "EXPLAINING", "looking", "opening"]
 
 CHANGING = {
     *("produce", "consume", "serve", "recover", "topics create", "topics alter", "topics delete", "groups create"),
@@ -24,6 +24,8 @@ CHANGING = {
 """Commands that change a store, make one of their own, or start Spark. `looking` has dry runs of some."""
 ASKING = {"clients"}
 """Commands that ask a server."""
+EXPLAINING = {"completion", "help"}
+"""Commands without a store."""
 
 
 def looking(store: object, copy: object, *, topic: str = "orders", group: str = "billing") -> dict[str, list[str]]:

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 import mqstore as library
-from tests.commands import ASKING, CHANGING, looking
+from tests.commands import ASKING, CHANGING, EXPLAINING, looking
 from tests.tools.support import cli, environment, mqstore, process
 
 
@@ -241,7 +241,7 @@ def test_full_output_device_is_one_line() -> None:
 def test_each_command_looks_or_changes_something() -> None:
     looked = {name.partition(",")[0] for name in looking("", "")}
 
-    assert looked | CHANGING | ASKING == set(map(" ".join, LEAVES))
+    assert looked | CHANGING | ASKING | EXPLAINING == set(map(" ".join, LEAVES))
     assert {name for name in looked & CHANGING if f"{name}, dry" not in looking("", "")} == set()
 
 

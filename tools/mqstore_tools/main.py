@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from mqstore_tools import JSON_ASKED
+from mqstore_tools.concepts import EXIT_CODES, TOPICS
 
 COMMANDS = (
     "produce",
@@ -45,6 +46,8 @@ COMMANDS = (
     "spark",
     "serve",
     "bench",
+    "completion",
+    "help",
 )
 """Names of sub-commands, in the order of the help."""
 
@@ -58,7 +61,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = getattr(importlib.import_module(f"mqstore_tools.{cmd_name}"), cmd_name)
+        module = importlib.import_module(f"mqstore_tools.{'help' if cmd_name == 'completion' else cmd_name}")
+        command = getattr(module, f"{cmd_name}_" if cmd_name == "help" else cmd_name)
         assert isinstance(command, click.Command)
         return command
 
@@ -93,10 +97,8 @@ def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
     "mqstore",
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="""\b
-Exit codes: 0 fine, 1 findings, 2 wrong usage, 3 the directory cannot be opened.
-With --json an error is a line on stderr: {"version": 1, "error": {"type", "message"}}.
-`mqstore COMMAND --help` has details and examples.""",
+    epilog=f"""Exit codes:\n\n{EXIT_CODES}\n
+`mqstore help` also explains {", ".join(TOPICS)}. `mqstore COMMAND --help` has details.""",
 )
 @click.option(
     "--version",

@@ -17,7 +17,9 @@ from mqstore_tools.session import moment, to_ms
 if TYPE_CHECKING:
     from mqstore.admin import Search
 
-stores_argument = click.argument("stores", metavar="DIR...", nargs=-1, required=True)
+stores_argument = click.argument(
+    "stores", metavar="DIR...", nargs=-1, required=True, type=click.Path(readable=False, allow_dash=True)
+)
 spark_option = click.option(
     "--spark", "master", metavar="MASTER", help="Run on Spark with this master: local[4], or the URL of a cluster."
 )

@@ -1,12 +1,4 @@
-"""Common parts of all sub-commands: exit codes of errors, and shared options.
-
-0  fine                                    1  findings
-2  wrong usage: an invalid option, topic, group, offset or id
-3  the directory cannot be opened, read or written
-130  interrupted        141  the reader of the output has closed it
-
-With --json an error is the last line on stderr: {"version": 1, "error": {"type", "message"}}.
-"""
+"""Common parts of all sub-commands: exit codes of errors (`mqstore help exit-codes`), and shared options."""
 
 from __future__ import annotations
 
