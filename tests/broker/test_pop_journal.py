@@ -257,7 +257,7 @@ def test_pop_that_fails_after_folding_delivered_nothing(
     for _ in range(held):
         pops.pop(invisible_ms=HOUR_MS)
     pops.fail_once(monkeypatch, "put_pop", call=2)
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="no space"):
         pops.pop(n=2, **options)
     monkeypatch.undo()
     getattr(pops, way)(requeue_on_open=False)
@@ -322,6 +322,21 @@ def test_release_that_knows_no_journal_delivers_again(pops: PopBench) -> None:
     shutil.move(aside, pops.path / FILE)
     pops.reopen()
     assert [each.offset for each in pops.service.pending("g")] == [1]
+
+
+def test_entries_that_the_log_has_are_not_read_again(pops: PopBench, tmp_path: Path) -> None:
+    """Here they are of messages that the log lacks: it was copied before them, or was cut. Others take their place."""
+    work(pops, 1)
+    pops.kill()
+    shutil.copytree(pops.path, tmp_path / "copy")
+    pops.reopen()
+    work(pops, 3, first=1)
+    pops.kill()
+    shutil.copy(pops.path / FILE, tmp_path / "copy" / FILE)
+    with PopBench(tmp_path / "copy") as copy:
+        copy.put("t", 3, first=100)
+        copy.crash()
+        assert bodies(copy.pop(n=5))[-3:] == [b"100", b"101", b"102"]
 
 
 def test_reset_and_deletion_are_not_undone_by_older_entries(pops: PopBench) -> None:

@@ -106,8 +106,12 @@ class PopJournal:
             tables.journal_end = _HEAD_BYTES
         self._wake()  # it is folded within an interval
 
-    def _create(self) -> mmap.mmap:
+    def remove(self) -> None:
+        """Remove the file, if there is one. Nothing may be noted in it any more."""
         self._fs.unlink(self._path, missing_ok=True)
+
+    def _create(self) -> mmap.mmap:
+        self.remove()
         with self._fs.opened(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._tables.parts.config.file_mode) as fd:
             self._fs.pwrite(fd, self._head.ljust(_FILE_BYTES, b"\0"), 0)  # all of it: a full disk cannot be met later
             return self._fs.map(fd, _FILE_BYTES, writable=True)
@@ -163,7 +167,7 @@ class PopJournal:
             self.wanted = False
             self._fold_all()
             self._tables.journal_map = None
-            self._fs.unlink(self._path, missing_ok=True)
+            self.remove()
 
 
 def entry_bytes(size: int) -> int:

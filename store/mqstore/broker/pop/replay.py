@@ -90,16 +90,17 @@ class Replay:
                         parts.offsets.begin(QueueKey(group, config.name, queue_id))
 
     def _fold(self) -> None:
-        """Fold the journal of a killed process, and sync the log, as recovery does."""
+        """Fold the journal of a killed process, sync the log, as recovery does, and remove the file."""
         tables = self._tables
         tables.journal.base = tables.offsets.committed(POP_LOG_KEY) or 0
-        if any(state.noted for state in tables.states.values()):
-            try:
+        try:
+            if any(state.noted for state in tables.states.values()):
                 tables.journal.fold_all()
                 tables.store.flush()
-            except (MQStoreError, OSError) as error:
-                tables.journal.wanted = False  # it keeps the file
-                _log.error("%s: the journal of pops stays in use (%s)", tables.store.path, error)
+            tables.journal.remove()  # if the log was cut, a later replay would take its entries for new messages
+        except (MQStoreError, OSError) as error:
+            tables.journal.wanted = False  # it keeps the file
+            _log.error("%s: the journal of pops stays in use (%s)", tables.store.path, error)
 
     def look(self) -> None:
         """Rebuild the states as `run` will, for a view of a store.
