@@ -81,6 +81,20 @@ def test_journal_is_folded_when_it_is_full(pops: PopBench, monkeypatch: pytest.M
     assert pops.committed() == 300
 
 
+def test_full_journal_is_folded_within_the_interval(pops: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "_FILE_BYTES", 900)
+    pops.settle()
+    pops.put("t", 9)
+    while pops.tables.journal_end or not pops.tables.journal_map:
+        pops.ack(*pops.pop())
+    assert records(pops) == []
+    due_ms = pops.service.run_once(pops.now_ms)
+    assert due_ms is not None
+    assert due_ms <= pops.now_ms + 5_000
+    pops.advance(due_ms - pops.now_ms)
+    assert records(pops) != []
+
+
 @pytest.mark.parametrize("local", [False, True])
 def test_only_receivers_in_this_process_use_the_journal(pops: PopBench, local: bool) -> None:
     pops.put("t", 2)

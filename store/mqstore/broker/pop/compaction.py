@@ -89,7 +89,7 @@ class PopKeeper:
             self._advance()
         self._rests = True  # set before the check: later records wake us
         times = []
-        if self._tables.journal_end or self._position() < self._tables.log.bounds()[1]:
+        if not self._tables.journal.folded or self._position() < self._tables.log.bounds()[1]:
             self._rests = False
             times.append(self._keep_due_ms)
         if self._tables.order_version != self._saved_version:

@@ -67,6 +67,8 @@ class PopJournal:
         self._head = f"mqstore popjournal 1 {boot_id}".encode().ljust(_HEAD_BYTES, b"\0")
         self.base = 0
         """Position of the pop log before all entries."""
+        self.folded = True
+        """False from its opening until all entries are folded, also while it is full, and after an error."""
 
     def read(self) -> list[tuple[int, Record]]:
         """Return (next position of the pop log, record) of each entry, also while the store's owner writes more."""
@@ -103,7 +105,7 @@ class PopJournal:
                 return
             tables.journal_map[_HEAD_BYTES : _HEAD_BYTES + 8] = bytes(8)
             self.base = tables.log.bounds()[1]
-            tables.journal_end = _HEAD_BYTES
+            self.folded, tables.journal_end = False, _HEAD_BYTES
         self._wake()  # it is folded within an interval
 
     def remove(self) -> None:
@@ -124,12 +126,14 @@ class PopJournal:
             self._fold_all()
 
     def _fold_all(self) -> None:
+        self.folded = False
         with self._tables.noting:
             self._tables.journal_end = 0
         for state in list(self._tables.states.values()):
             if state.noted:
                 with state.lock:
                     self.fold(state)
+        self.folded = True
 
     def fold(self, state: QueueState, cursor: int | None = None) -> None:
         """Append the outcome of a queue's entries to the log. Call under the state's lock.
