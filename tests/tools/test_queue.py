@@ -121,7 +121,7 @@ def test_purge_removes_items(tmp_path: Path, state: str | None, way: str) -> Non
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["nonesuch"], "no topic"),
+        (["nonesuch"], "no queue 'nonesuch'"),
         ([""], "one character or more"),
         (["a\nb"], "control characters"),
         (["%RETRY%mail"], "a topic of the engine"),
@@ -138,3 +138,12 @@ def test_purge_beside_a_program_is_refused(path: Path) -> None:
     with library.open(path):
         assert mqstore_json("queue", path, NAME)["counts"]["dead"] == 1
         assert "open for writing" in mqstore("queue", "purge", path, NAME, "--yes", exit_code=3).stderr
+
+
+@pytest.mark.parametrize("name", ["my jobs.x", "orders"])
+@pytest.mark.parametrize("command", ["show", "purge"])
+def test_missing_queue_is_named_as_typed(tmp_path: Path, command: str, name: str) -> None:
+    with library.open(tmp_path / "s") as store:
+        store.put("orders", b"a message of a topic that is no queue")
+    result = mqstore("queue", command, tmp_path / "s", name, exit_code=2)
+    assert f"has no queue {name!r}" in result.stderr

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from mqstore.admin import look, offline, queue_topic
-from mqstore.errors import FormatError
+from mqstore.errors import FormatError, TopicNotFoundError
 from mqstore_tools.render import body_bytes_option, body_text, export_row, safe, show_tables, when
 from mqstore_tools.session import (
     DefaultGroup,
@@ -51,14 +51,17 @@ def queue() -> None:
 
 
 @contextmanager
-def _items(target: Path, opening: Callable[[Path], AbstractContextManager[Any]] = look) -> Iterator[Any]:
-    """Yield the items of a server's store, or of a directory that no server has."""
-    if (store := connected(target)) is not None:
-        with store:
-            yield store.broker.items
-    else:
-        with opening(target) as opened:
-            yield opened.items
+def _items(target: Path, name: str, opening: Callable[[Path], AbstractContextManager[Any]] = look) -> Iterator[Any]:
+    """Yield the items of a server's store, or of a directory that no server has. Raises TopicNotFoundError for a name
+    that no queue has: nobody has opened one, or it is that of a topic."""
+    topic, store = queue_topic(name), connected(target)
+    with opening(target) if store is None else store as opened:
+        broker = opened if store is None else store.broker
+        if broker.topics.get(topic) is None or broker.groups.get(topic) is None:
+            raise TopicNotFoundError(
+                f"{target} has no queue {name!r}; `mqstore inspect {target}` lists topics and groups"
+            )
+        yield broker.items
 
 
 def _row(item: Any) -> dict[str, Any]:
@@ -97,7 +100,7 @@ def show(target: Path, name: str, state: str | None, limit: int, body_bytes: int
     ahead, and the holders of leases are not known.
     """
     topic, items, after = queue_topic(name), list[Any](), None
-    with _items(target) as found:
+    with _items(target, name) as found:
         counts = found.counts(topic, topic)
         while len(items) < limit:
             page, after = found.page(topic, topic, state, after, min(limit, 256))
@@ -133,7 +136,7 @@ def purge(target: Path, name: str, state: str | None, dry_run: bool, yes: bool, 
     """
     topic = queue_topic(name)
     what = f"{state or ''} items of {name}".strip()
-    with _items(target, partial(look, alone=True)) as found:
+    with _items(target, name, partial(look, alone=True)) as found:
         counts = found.counts(topic, topic)
     count = sum(counts.values()) - counts["dead"] if state is None else counts[state]
     row = {"dry_run": dry_run, "name": name, "state": state, "count": count}
@@ -141,6 +144,6 @@ def purge(target: Path, name: str, state: str | None, dry_run: bool, yes: bool, 
         print_done(row, f"would purge {count} {what}" if count else f"no {what} to purge", json_output=json_output)
         return
     ask(safe(f"Purge {count} {what}?"), yes=yes)
-    with _items(target, offline) as found:
+    with _items(target, name, offline) as found:
         row["count"] = found.purge(topic, topic, state)
     print_done(row, f"purged {row['count']} {what}", json_output=json_output)
