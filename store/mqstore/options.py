@@ -11,7 +11,7 @@ import math
 import re
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 from mqstore.clock import Clock
 from mqstore.errors import ConfigError
@@ -91,6 +91,12 @@ def check_whole(name: str, value: object, low: int, high: int | None = None) -> 
         return value
     rule = f"from {low}" if high is None else f"in {low}..{high}"
     raise ConfigError(f"{name} must be a whole number {rule}, not {value!r:.80}")
+
+
+def check_kind(name: str, value: object, kind: Any, words: str) -> None:
+    """Raise ConfigError unless `value` is of this type, described in `words`."""
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} must be {words}, not {value!r:.80}")
 
 
 def delay_table_ms(levels: str) -> tuple[int, ...]:

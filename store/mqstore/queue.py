@@ -53,7 +53,7 @@ from mqstore.errors import (
 )
 from mqstore.layout.properties import TIMER_DELIVER_MS
 from mqstore.log.commitlog import SendReceipt
-from mqstore.options import Duration, check_whole, milliseconds, seconds
+from mqstore.options import Duration, check_kind, check_whole, milliseconds, seconds
 from mqstore.queuerun import run
 from mqstore.signalsafe import Condition, Gate
 
@@ -129,6 +129,9 @@ class Queue(QueueItems[T]):
         if not (callable(getattr(codec, "encode", None)) and callable(getattr(codec, "decode", None))):
             raise ConfigError(f"a codec has encode and decode, as mqstore.TEXT; {codec!r:.80} has not")
         check_whole("maxsize", maxsize, 0)
+        check_kind("ordered", ordered, bool, "True or False")
+        check_kind("retry", retry, RetryPolicy | None, "a mqstore.RetryPolicy or None")
+        check_kind("dead_letter_expired", dead_letter_expired, bool | None, "True, False or None")
         self.name = name
         self._topic = topic
         """Name of its topic and group, which is the queue's name if a topic can have it."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any, Final, TypedDict, cast
 
-from mqstore.broker.names import EXPIRES_MS, EXPIRY
+from mqstore.broker.names import EXPIRES_MS, EXPIRY, queue_name, unique_word
 from mqstore.contract import PRIORITIES, BrokerContract, SendOptions
 from mqstore.errors import ConfigError, InvalidMessageError
 from mqstore.log.commitlog import SendReceipt
@@ -60,6 +60,7 @@ def put_item(
     options = send_options(broker, queue, given)
     queue_id = queue_of(broker, queue, priority, ordered=ordered)
     if unique is not None:
+        unique_word(unique)  # a server would refuse another type in its own words
         return broker.items.put(queue, queue, body, unique, unique_for=unique_for, queue_id=queue_id, **options)
     if unique_for is not None:
         raise InvalidMessageError("unique_for is for items with a name: give unique=, too", "unique_for")
@@ -77,7 +78,10 @@ def queue_of(broker: BrokerContract, topic: str, priority: int | None, *, ordere
     if not priority:
         return 0
     if ordered:
-        raise ConfigError(f"topic {topic!r} is that of an ordered queue, where no item overtakes another: use another")
+        name = queue_name(topic)
+        raise ConfigError(
+            f"queue {name!r} is ordered, so no item overtakes another: give no priority, or another queue"
+        )
     highest = broker.topics.for_priority(topic).write_queues - 1
     return priority if priority < highest else highest
 
@@ -103,5 +107,5 @@ def _expires_ms(expires: Duration | datetime, delay: Duration | None, now_ms: in
         at_ms = now_ms + math.ceil(1000 * seconds(expires, "expires"))
     if at_ms <= now_ms + 1000 * (0 if delay is None else seconds(delay, "delay")):
         why = "it is over" if delay is None else f"the item becomes available after {delay} s"
-        raise InvalidMessageError(f"expires {expires!r} leaves no time for a delivery: {why}", "expires")
+        raise InvalidMessageError(f"expires={expires} leaves no time for a delivery: {why}", "expires")
     return at_ms

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic
 
+from mqstore.broker.pop.receipts import parse_recall_handle
 from mqstore.client.codecs import Codec, T
 from mqstore.contract import BrokerContract, Item, State
 from mqstore.errors import InvalidReceiptError
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
+from mqstore.log.writing.outgoing import KEY_RULE, checked_text
 from mqstore.options import check_whole
 from mqstore.signalsafe import Condition
 
@@ -97,7 +99,8 @@ class QueueItems(Generic[T]):
 
     def find(self, key: str) -> list[QueueItem[T]]:
         """Return the items with this key that are not done, and the dead ones, with their states.
-        The cost does not grow with the items that are done."""
+        The cost does not grow with the items that are done. Raises InvalidMessageError for a bad key."""
+        checked_text(key, "key", " ", KEY_RULE)
         return [self._shown(item) for item in self._broker.items.by_key(self._topic, self._topic, key)]
 
     def cancel(self, item: SendReceipt | QueueItem[T] | str) -> bool:
@@ -109,7 +112,7 @@ class QueueItems(Generic[T]):
         if not isinstance(name, str):
             raise InvalidReceiptError(f"cancel takes the receipt of a put, an item, or its id, not {item!r:.80}")
         handle = getattr(item, "recall_handle", None)
-        done = handle is not None and self._broker.recall(handle)
+        done = handle is not None and parse_recall_handle(handle).topic == self._topic and self._broker.recall(handle)
         done = done or self._broker.items.cancel(self._topic, self._topic, name)
         if done:
             with self._changed:

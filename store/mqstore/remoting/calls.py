@@ -28,7 +28,7 @@ from mqstore.log.reading.reader import GetResult
 from mqstore.log.recovery.report import Finding
 from mqstore.log.snapshot.copy import SnapshotReport
 from mqstore.log.stats import StoreStats
-from mqstore.log.writing.outgoing import no_such_option
+from mqstore.log.writing.outgoing import key_words, no_such_option, user_properties
 from mqstore.options import Durability
 from mqstore.remoting.values import Codec, codec_of, dumps, loads
 
@@ -351,6 +351,9 @@ class Call:
     def request(self, given: dict[str, Any]) -> bytes:
         """Return the body of a request. Raises TypeError for arguments that the method does not have."""
         codecs, defaults, blobs = self._codecs, self._defaults, list[bytes]()
+        if "tag" in codecs:  # a put: refuse its options here, in the words of a store in this process
+            given = {**given, "keys": None if given.get("keys") is None else key_words(given["keys"])}
+            user_properties(given.get("tag"), given["keys"], given.get("properties"))
         try:
             values = {
                 name: codecs[name].write(value, blobs)
@@ -386,7 +389,8 @@ class Call:
             try:
                 given[name] = self._codecs[name].read(value, blobs)
             except FormatError as error:
-                raise ConfigError(f"{self.method}: {name} is wrong, {error}") from None
+                what = str(error).rpartition(" (field ")[0]  # the place in the request tells a user nothing
+                raise ConfigError(f"{self.method}: {name} is wrong: {what}") from None
         return given
 
     def answer(self, result: Any) -> bytes:

@@ -53,8 +53,8 @@ def put_fields(topic: str, queue_id: int | None, options: Mapping[str, Any]) -> 
         fields["queueId"] = queue_id
     for name, value in options.items():
         if value is not None:
-            if name not in OPTIONS:
-                return None
+            if name not in OPTIONS or (type(value) is not str and name != "message_group"):
+                return None  # the long form refuses other types
             fields[name] = value
     return fields if fits(*fields.values()) else None
 

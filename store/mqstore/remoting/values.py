@@ -93,7 +93,14 @@ def loads(body: bytes) -> tuple[Any, Blobs]:
     return decode(body[_SIZE.size : end], _LIMITS), Blobs(body, end)
 
 
-_JSON: Final = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=operator.index)
+def _number(value: Any) -> int:
+    try:
+        return operator.index(value)  # of numpy
+    except TypeError:
+        raise TypeError(f"{value!r:.80} has another type than the method takes") from None
+
+
+_JSON: Final = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=_number)
 
 
 def _wrong(value: Any, hint: str) -> FormatError:
@@ -290,8 +297,15 @@ def _union(args: Sequence[Any]) -> Codec:
     codecs = [codec_of(arg) for arg in args if arg is not NoneType]
     if len(codecs) == 1:
         [only] = codecs
+
+        def write_one(value: Any, blobs: list[bytes]) -> Any:
+            try:
+                return None if value is None else only.write(value, blobs)
+            except AttributeError:
+                raise ConfigError(f"an argument must be {' or '.join(map(_name, args))}, not {value!r:.80}") from None
+
         return Codec(
-            lambda value, blobs: None if value is None else only.write(value, blobs),
+            write_one,
             lambda value, blobs: None if value is None else only.read(value, blobs),
             lambda value: value is None or only.fits(value),
         )

@@ -74,8 +74,8 @@ def expired(texts: list[str]) -> ReceiptExpiredError:
     """Return the error for expired receipts, which has them as `receipts`."""
     more = f" and {len(texts) - 1} more" if len(texts) > 1 else ""
     error = ReceiptExpiredError(
-        f"receipt {texts[0]!r}{more} has expired: the message was delivered to the group again, or its visible time "
-        f"was changed, which returned a new receipt. Nothing was changed"
+        f"receipt {texts[0]!r}{more} has expired: the message was delivered to the group again or purged, or its "
+        f"visible time was changed, which returned a new receipt. Nothing was changed"
     )
     error.receipts = texts
     return error

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
 from datetime import datetime
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import (
@@ -151,9 +151,12 @@ def checked_text(value: object, field: str, forbidden: str, rule: str) -> str:
     return value
 
 
+KEY_RULE: Final = "a key must be a str without spaces, and not empty"
+
+
 def key_words(keys: object) -> tuple[str, ...]:
     """Return the keys as a tuple, given one or several. Raises InvalidMessageError for other types."""
-    if not isinstance(keys, Iterable):
+    if not isinstance(keys, Iterable) or isinstance(keys, bytes):
         raise InvalidMessageError(f"keys must be a str or several, not {keys!r:.80}", "keys")
     return (keys,) if isinstance(keys, str) else tuple(keys)
 
@@ -196,7 +199,7 @@ def user_properties(
     if keys is not None:
         words = key_words(keys)
         for word in words:
-            checked_text(word, "keys", " ", "a key must be a str without spaces, and not empty")
+            checked_text(word, "keys", " ", KEY_RULE)
         if words:
             stored[KEYS] = " ".join(words)
     if tag is not None:

@@ -1,0 +1,99 @@
+"""Mistakes of a newcomer: each is refused in the same words by every door, and nothing is stored or leased."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore import errors
+from tests.client.doors import DOORS, Doors, opened
+
+Put = dict[str, Any]
+
+
+@pytest.fixture(params=DOORS)
+def doors(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doors]:
+    with opened(tmp_path / "store", request.param, monkeypatch) as doors:
+        yield doors
+
+
+PUTS: list[tuple[Put, type[Exception], str]] = [
+    ({"prority": 3}, TypeError, "did you mean 'priority'"),
+    ({"priority": 10}, errors.ConfigError, "priority is 0 to 9, not 10"),
+    ({"key": 5}, errors.InvalidMessageError, "keys must be a str or several, not 5"),
+    ({"key": b"x"}, errors.InvalidMessageError, "keys must be a str or several, not b'x'"),
+    ({"key": ("a", 5)}, errors.InvalidMessageError, "keys 5: a key must be a str"),
+    ({"key": "a b"}, errors.InvalidMessageError, "keys 'a b': a key must be a str without spaces"),
+    ({"tag": 5}, errors.InvalidMessageError, "tag 5: a tag must be a str"),
+    ({"properties": [("a", "b")]}, errors.InvalidMessageError, "properties must be a mapping"),
+    ({"properties": {"a": 1}}, errors.InvalidMessageError, "the value of 'a' must be a str"),
+    ({"unique": 5}, errors.InvalidMessageError, "unique must be a str, and not blank, not 5"),
+    ({"unique": b"x"}, errors.InvalidMessageError, "unique must be a str, and not blank, not b'x'"),
+    ({"unique": "n", "key": 5}, errors.InvalidMessageError, "keys must be a str or several, not 5"),
+    ({"unique_for": 5}, errors.InvalidMessageError, "give unique=, too"),
+    ({"expires": 5, "delay": 10}, errors.InvalidMessageError, "expires=5 leaves no time"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "words"), PUTS, ids=[str(case[0]) for case in PUTS])
+def test_bad_option_of_put_is_refused_alike(doors: Doors, options: Put, kind: type[Exception], words: str) -> None:
+    queue = doors.queue()
+    with pytest.raises(kind, match=words):
+        queue.put(b"x", **options)
+    assert not any(queue.counts().values())
+
+
+OPTIONS: list[tuple[Put, str]] = [
+    ({"retry": 3}, "retry must be a mqstore.RetryPolicy or None, not 3"),
+    ({"ordered": "x"}, "ordered must be True or False, not 'x'"),
+    ({"dead_letter_expired": "x"}, "dead_letter_expired must be True, False or None, not 'x'"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), OPTIONS, ids=[str(case[0]) for case in OPTIONS])
+def test_bad_option_of_queue_leaves_no_topic(doors: Doors, options: Put, words: str) -> None:
+    with pytest.raises(errors.ConfigError, match=words):
+        doors.queue("new", **options)
+    assert doors.store.broker.topics.get("new") is None
+
+
+@pytest.mark.parametrize("key", [None, 5, b"x", "", "a b"])
+def test_find_refuses_what_cannot_be_a_key(doors: Doors, key: Any) -> None:
+    with pytest.raises(errors.InvalidMessageError, match="a key must be a str without spaces"):
+        doors.queue().find(key)
+
+
+def _look(doors: Doors, queue: Any, verb: str, state: str) -> None:
+    async def looked() -> None:
+        [None async for _ in queue._wrapped.items(state)]
+
+    if verb == "items" and doors.door == "aio":
+        doors._on_loop(looked())
+    else:
+        list(getattr(queue, verb)(state))
+
+
+@pytest.mark.parametrize("verb", ["purge", "items"])
+def test_wrong_state_is_refused_with_the_states(doors: Doors, verb: str) -> None:
+    queue = doors.queue()
+    with pytest.raises(errors.ConfigError, match=r"ready, leased, retry, delayed.*not 'Ready'") as found:
+        _look(doors, queue, verb, "Ready")
+    assert "byte" not in str(found.value)
+
+
+def test_error_of_ordered_queue_has_its_name(doors: Doors) -> None:
+    queue = doors.queue("my jobs", ordered=True)
+    with pytest.raises(errors.ConfigError, match="queue 'my jobs' is ordered"):
+        queue.put(b"x", priority=1)
+
+
+@pytest.mark.parametrize("options", [{}, {"delay": 60}])
+def test_receipt_of_another_queue_cancels_nothing(doors: Doors, options: Put) -> None:
+    one, other = doors.queue("one"), doors.queue("other")
+    receipt = one.put(b"x", **options)
+    assert other.cancel(receipt) is False
+    assert sum(one.counts().values()) == 1
+    assert one.cancel(receipt) is True
