@@ -14,7 +14,15 @@ from mqstore.options import Duration, seconds
 from mqstore.queue import Queue
 from mqstore.signalsafe import Bell
 
-NO_QUEUE = "get_any needs a queue to wait for"
+
+def queues_of(queues: Iterable[T], kind: type) -> list[T]:
+    """Return the queues as a list. Raises ConfigError for none, for a single queue, whose iterator would lease its
+    items, and for other objects."""
+    found = [] if isinstance(queues, kind) or not isinstance(queues, Iterable) else list(queues)
+    if not found or not all(isinstance(each, kind) for each in found):
+        name = f"{kind.__module__.removesuffix('.queue')}.{kind.__name__}"
+        raise ConfigError(f"get_any takes a list of one or more {name}, not {queues!r:.80}")
+    return found
 
 
 def get_any(queues: Iterable[Queue[T]], timeout: Duration | None = None) -> Task[T]:
@@ -32,9 +40,7 @@ def get_any(queues: Iterable[Queue[T]], timeout: Duration | None = None) -> Task
     ...     [mqstore.get_any([high, low], timeout=1).value for _ in range(2)]
     [b'password reset', b'newsletter']
     """
-    left = list(queues)
-    if not left:
-        raise ConfigError(NO_QUEUE)
+    left = queues_of(queues, Queue)
     end = math.inf if timeout is None else time.monotonic() + seconds(timeout, "timeout")
     waits: dict[Queue[T], Wait] = {}
     try:

@@ -104,6 +104,7 @@ class QueueRun(ABC):
         self._interrupted = False
         self._end_s = math.inf
         """Time at which the grace is over (`time.monotonic`)."""
+        queue._broker.check_open()  # a store that is closed later ends the run
         self._began_s = time.monotonic()
         self.context = replace(queue._context, told=self._settled)
         """Context of the leases of this run, which counts their outcomes."""

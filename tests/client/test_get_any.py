@@ -131,7 +131,7 @@ def test_nothing_in_time(way: Sync, timeout: float) -> None:
 
 
 def test_no_queue_at_all(way: Sync) -> None:
-    with pytest.raises(ConfigError, match="needs a queue"):
+    with pytest.raises(ConfigError, match="takes a list of one or more"):
         way.take()
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import inspect
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import mqstore
+import mqstore.aio
 from mqstore import errors
 from tests.client.doors import DOORS, Doors, opened
 
@@ -97,3 +101,31 @@ def test_receipt_of_another_queue_cancels_nothing(doors: Doors, options: Put) ->
     assert other.cancel(receipt) is False
     assert sum(one.counts().values()) == 1
     assert one.cancel(receipt) is True
+
+
+def _call(door: str, function: Callable[..., Any], *args: Any) -> Any:
+    async def call() -> Any:
+        result = function(*args)
+        return await result if inspect.isawaitable(result) else result
+
+    return asyncio.run(call()) if door == "aio" else function(*args)
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda queue: queue, lambda queue: [queue, "x"], lambda queue: [], lambda queue: None]
+)
+def test_get_any_takes_a_list_of_queues(doors: Doors, wrong: Callable[[Any], Any]) -> None:
+    queue = doors.queue()
+    queue.put(b"x")
+    function: Any = mqstore.aio.get_any if doors.door == "aio" else mqstore.get_any
+    name = "mqstore.aio.Queue" if doors.door == "aio" else "mqstore.Queue"
+    with pytest.raises(errors.ConfigError, match=f"get_any takes a list of one or more {name}"):
+        _call(doors.door, function, wrong(getattr(queue, "_wrapped", queue)))
+    assert queue.counts()["ready"] == 1  # nothing was leased
+
+
+def test_run_of_a_closed_store_raises(tmp_path: Path) -> None:
+    with mqstore.open(tmp_path / "mq") as store:
+        queue = store.queue("jobs")
+    with pytest.raises(errors.StoreClosedError):
+        queue.run(print)

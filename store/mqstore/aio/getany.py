@@ -12,8 +12,8 @@ from mqstore.aio.lease import Task
 from mqstore.aio.queue import Queue
 from mqstore.client.codecs import T
 from mqstore.client.waits import Wait
-from mqstore.errors import ConfigError, QueueEmpty, QueueShutDown
-from mqstore.getany import NO_QUEUE
+from mqstore.errors import QueueEmpty, QueueShutDown
+from mqstore.getany import queues_of
 from mqstore.options import Duration
 
 
@@ -31,9 +31,7 @@ async def get_any(queues: Iterable[Queue[T]], timeout: Duration | None = None) -
     ...     asyncio.run(main(folder))
     [b'password reset', b'newsletter']
     """
-    left = list(queues)
-    if not left:
-        raise ConfigError(NO_QUEUE)
+    left = queues_of(queues, Queue)
     clock, wait_s = asyncio.get_running_loop().time, limit(timeout)
     end = math.inf if wait_s is None else clock() + wait_s
     waits: dict[Queue[T], Wait] = {}
