@@ -188,7 +188,7 @@ HOLDERS: dict[str, tuple[Callable[[Store], Any], Callable[[Any], object]]] = {
     "producer": (lambda store: store.producer(), lambda producer: producer.send("t", b"2")),
     "simple consumer": (_simple, lambda made: made[0].receive(wait=0)),
     "pull consumer": (_pull, lambda consumer: consumer.commit()),
-    "following": (_following, lambda following: following.gi_frame),
+    "following": (_following, lambda following: iter(following)),
     "dead letters": (lambda store: store.dead_letters("jobs"), lambda letters: [*letters.select()]),
     "broker": (lambda store: store.broker, lambda broker: broker.put("t", b"2")),
     "log": (lambda store: store.log, lambda log: log.put("t", b"2")),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, NoReturn
 from weakref import WeakSet
 
@@ -88,6 +89,7 @@ class RemoteLog(IteratingReader):
         self._broker = broker
         self.path = Path(broker.name)
         self.news: Any = _News(broker)
+        self.records: Any = SimpleNamespace(ahead=None)  # the server reads ahead
         vars(self).update(vars(broker.log))  # the calls themselves
 
     @property
