@@ -88,6 +88,14 @@ def _failed(world: World) -> None:
     world.later(40)
 
 
+def _failed_and_popped(world: World) -> None:
+    world.put()
+    world.later(2)
+    world.store.broker.nack("g", "t", world.pop(), 0, error="KeyError: 'id'")
+    world.later(1)
+    world.pop(local=False)
+
+
 def _expired(world: World) -> None:
     world.put()
     world.pop(invisible=10)
@@ -215,6 +223,8 @@ LIVES: dict[Callable[[World], None], tuple[list[Told], str]] = {
     _acked: ([STORED, (0, "delivered", 60, BY_CLIENT), (5, "acknowledged", "")], "done"),
     _failed: ([STORED, (2, "delivered", 62, BY_PROCESS), (2, "failed", 32, "KeyError: 'id'"),
                (42, "retry", "")], "ready"),
+    _failed_and_popped: ([STORED, (2, "delivered", 62, BY_PROCESS), (2, "failed", 2, "KeyError: 'id'"),
+                          (3, "retry", ""), (3, "delivered", 63, BY_CLIENT)], "leased"),
     _expired: ([STORED, (0, "delivered", 10, BY_PROCESS), (10, "lease ended", LATE), (25, "retry", "")], "ready"),
     _renewed: ([STORED, (0, "delivered", 60, BY_CLIENT), (60, "extended", 120, ""), (60, "acknowledged", "")], "done"),
     _released: ([STORED, (0, "delivered", 60, BY_PROCESS), (0, "released", ""), (1, "delivered", 61, BY_PROCESS),

@@ -259,8 +259,8 @@ class Items:
         """Return the queues of the topic and its retry topics in which the group has started, the highest priority
         first, and then retries."""
         topics, offsets, known = self._tables.topics, self._tables.offsets, self._pops.states
-        again = [each for each in sorted(retry_topics(group, topic)) if group in offsets.groups_of(each)]
-        configs = [*map(topics.get, again), topics.require(topic)]
+        # Also a retry topic without a committed offset: beside a writer that is not saved yet.
+        configs = [*map(topics.get, sorted(retry_topics(group, topic))), topics.require(topic)]
         keys = [QueueKey(group, config.name, i) for config in configs if config for i in range(config.read_queues)]
         if topics.require(topic).by_priority:
             keys.sort(key=lambda key: -key.queue_id)
