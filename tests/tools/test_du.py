@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import time
 from collections import Counter
@@ -119,6 +121,24 @@ def test_snapshots_next_to_the_store_are_listed(log: Log, tmp_path: Path) -> Non
     linked = [p for p in (store / "commitlog").iterdir() if p.stat().st_nlink > 1]
     assert linked
     assert found[0]["linked_bytes"] == sum(p.stat().st_blocks * 512 for p in linked)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_progress_is_printed_in_lines_without_a_terminal(
+    log: Log, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    assert "reading units" not in mqstore("du", log.path).stderr  # the first line comes after some seconds
+    monkeypatch.setattr("mqstore_tools.render.LINE_S", 0)
+
+    lines = mqstore("du", log.path, *["--json"] * as_json).stderr.splitlines()
+
+    found = [line for line in lines if "reading units" in line]
+    if as_json:
+        rows = [json.loads(line) for line in found]
+        assert {row["version"] for row in rows} == {1}
+        assert rows[-1]["progress"]["done"] == rows[-1]["progress"]["total"] >= 60
+    else:
+        assert re.fullmatch(r"reading units: (\d+) of \1", found[-1])
 
 
 def test_damaged_offsets_leave_the_sizes(log: Log, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import logging
 import shutil
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -28,6 +29,7 @@ from rich.text import Text
 from mqstore import Message
 from mqstore.engine import Finding, row_of
 from mqstore.errors import FormatError
+from mqstore_tools import JSON_ASKED
 
 if TYPE_CHECKING:
     from mqstore.admin import Search
@@ -36,6 +38,8 @@ _WIDE = 1 << 20
 """Width of output to a pipe or file, so that each row of a table is one line."""
 _SEVERE = frozenset({"bad_record", "lost_tail", "missing_segment", "segment_size", "bad_json"})
 """Kinds of findings that may cost messages or settings. All others can be repaired from the log."""
+LINE_S = 10.0
+"""Seconds between lines of progress without a terminal."""
 _ROW = 8
 """Number of bytes in a row of a field."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -268,15 +272,34 @@ class _Polled(Progress):
         yield from super().get_renderables()
 
 
+def _line_printer(title: str, of_bytes: bool) -> Callable[[int, int], None]:
+    due = time.monotonic() + LINE_S
+    context = click.get_current_context(silent=True)
+    show = show_bytes if of_bytes else str
+
+    def report(done: int, total: int) -> None:
+        nonlocal due
+        if time.monotonic() < due:
+            return
+        due = time.monotonic() + LINE_S
+        if context is not None and context.meta.get(JSON_ASKED):
+            row = {**VERSION, "progress": {"title": title, "done": done, "total": total}}
+            print(as_json(row), file=sys.stderr, flush=True)
+        else:
+            note(f"{title}: {show(done)} of {show(total)}")
+
+    return report
+
+
 @contextmanager
 def progress(
     title: str, poll: Callable[[], tuple[int, int]] | None = None, *, of_bytes: bool = True
 ) -> Iterator[Callable[[int, int], None]]:
-    """Show progress, in bytes or as a count, on stderr if that is a terminal. Yields `report(done, total)`.
-    With `poll`, which returns (done, total), nothing needs to be reported."""
+    """Show progress, in bytes or as a count, on stderr. Yields `report(done, total)`. Without a terminal it prints
+    a line now and then. With `poll`, which returns (done, total), nothing needs to be reported."""
     screen = console(stderr=True)
     if not screen.is_terminal:
-        yield lambda done, total: None
+        yield _line_printer(title, of_bytes)
         return
     bar = _Polled(
         TextColumn("{task.description}", markup=False),
