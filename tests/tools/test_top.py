@@ -104,6 +104,24 @@ def test_rates_are_the_growth_between_two_looks(path: Path, monkeypatch: pytest.
     assert view["clients"] == (None if way == "files" else 0)
 
 
+def test_store_that_is_restored_between_two_looks_has_no_negative_rate(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place, count in ((path, 5), (path.with_name("older"), 2)):
+        with broker(place) as running:
+            for _ in range(count):
+                running.put("orders", b"x", queue_id=0)
+
+    def restore(seconds: float) -> None:
+        path.rename(path.with_name("newer"))
+        path.with_name("older").rename(path)
+
+    monkeypatch.setattr("mqstore_tools.top.time", SimpleNamespace(sleep=restore))
+    view = mqstore_json("top", path, *ONCE)
+
+    assert _row(view["topics"], "orders") == {"name": "orders", "messages": 2, "in_per_s": 0.0, "out_per_s": 0.0}
+
+
 def test_clients_of_a_server_are_counted_by_group(path: Path) -> None:
     with library.open(path) as store:
         server = store.serve("127.0.0.1:0")
@@ -248,7 +266,7 @@ def test_keys_choose_and_the_terminal_is_restored(store: Path, end: str | signal
     assert "\x1b[?25h" in last  # the cursor
 
 
-def test_page_fits_a_small_terminal_and_shows_no_control_characters(path: Path) -> None:
+def test_page_fits_a_small_terminal(path: Path) -> None:
     with broker(path) as running:
         for i in range(60):
             running.put(f"topic-{i:02}-{'n' * 90}", b"x", queue_id=0)
