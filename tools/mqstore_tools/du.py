@@ -61,7 +61,7 @@ def du(
         found = disk_usage(directory, retention=policy, progress=report)
     show_tables(found, *_tables(found, limit), json_output=json_output)
     if not json_output:
-        for line in _lines(found, limit):
+        for line in disk_lines(found, limit):
             note(line)
     for section, why in found["not_shown"].items():
         note(f"not shown: {section} ({why})")
@@ -93,7 +93,7 @@ def _tables(found: dict[str, Any], limit: int) -> list[Cells]:
 _SNAPSHOT = "bytes linked_bytes"
 
 
-def _lines(found: dict[str, Any], limit: int) -> list[str]:
+def disk_lines(found: dict[str, Any], limit: int) -> list[str]:
     log, kept, front = found["log"], found["retention"], found["front"]
     lines = [f"and {len(found['topics']) - limit} more topics; --json has all"] if len(found["topics"]) > limit else []
     size = show_bytes(log["segment_bytes"])

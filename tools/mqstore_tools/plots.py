@@ -1,15 +1,16 @@
 """Pages of `mqstore report`: HTML elements, and plots as inline SVG. A page needs no script and no other file.
 
-All text and all attributes pass `escaped`. Only what `tag` made is put into a page as it is. The output is ASCII.
+All text and all attributes pass `escaped`, and only elements made by `tag` are not escaped again. The output is ASCII.
 """
 
 from __future__ import annotations
 
 import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from itertools import chain, count, groupby
 
 from mqstore_tools.render import safe, show_bytes, when
+from mqstore_tools.session import show_ms
 
 STYLES = {
     "page": ("#ffffff", "#16181d", ""),
@@ -24,12 +25,27 @@ STYLES = {
     "damaged": ("#c9252d", "#ff5a5f", "not a whole record"),
 }
 """Light and dark colour and meaning of each style. Paper has the light ones."""
+_SHEET = """
+body{font:15px/1.45 system-ui,sans-serif;color:var(--ink);background:var(--page);max-width:60rem;margin:1.5rem auto;
+padding:0 1rem;-webkit-print-color-adjust:exact;print-color-adjust:exact}
+h1{font-size:1.5rem;overflow-wrap:anywhere}h2{font-size:1.15rem;margin:2rem 0 .5rem;border-bottom:1px solid var(--line)}
+h3{font-size:.95rem;margin:1rem 0 .25rem}p,ul{margin:.4rem 0}.soft{color:var(--soft)}
+li,p,td:first-child{overflow-wrap:anywhere}table{border-collapse:collapse;width:100%;margin-bottom:1rem}
+td,th{padding:.15rem .9rem .15rem 0;text-align:left;vertical-align:top;overflow-wrap:break-word}
+th{font-weight:600;color:var(--soft)}tr{border-bottom:1px solid var(--line)}svg{display:block;width:100%}
+.number{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
+.wide{width:30%;min-width:7rem;padding-right:0;vertical-align:middle}.bar{height:.7rem}
+.key{display:inline-block;width:.8rem;height:.8rem;margin:0 .35rem 0 0;vertical-align:-.1rem}
+.legend span{margin-right:1.2rem;white-space:nowrap}text{fill:var(--soft);font-size:11px}
+.grid{stroke:var(--line);fill:none}.curve{stroke:var(--count);fill:none;stroke-width:2}
+@media print{body{font-size:9pt;margin:0;max-width:none}h2,h3{break-after:avoid}tr,svg,li{break-inside:avoid}}
+"""
 CELLS, _ROWS = 128, 40
 """Cells in a row of a strip, and rows of a strip."""
-_WIDTH, _LEFT, _HIGH = 760, 80, 120
-"""Width of a plot, that of its labels at the left, and height of its area."""
-_STEPS_S = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 10_800, 21_600, 43_200, 86_400, 172_800, 604_800)
-_COLUMNS = 72
+_WIDTH, _LEFT, _RIGHT, _HIGH = 760, 80, 750, 120
+"""Width of a plot, left and right end of its area, and height of its area."""
+_STEPS_S = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 10_800, 21_600, 43_200, 86_400, 172_800)
+_WEEK_S, _COLUMNS = 604_800, 72
 
 
 class Html(str):
@@ -54,67 +70,33 @@ def tag(name: str, *content: object, **attributes: object) -> Html:
     return Html(f"<{name}{words}>{inner}</{name}>")
 
 
-def join(parts: Iterable[Html]) -> Html:
-    return Html("".join(parts))
-
-
-def short(number: float) -> str:
-    """Return a number as text of few characters.
-
-    >>> short(999_999), short(12_345_678), short(9.3e18)
-    ('999,999', '12.3 M', '9.3 E')
-    """
-    if abs(number) < 1e6:
-        return f"{number:,.0f}"
-    power = min(6, (len(str(int(abs(number)))) - 1) // 3)
-    return f"{number / 1000**power:.1f} {' kMGTPE'[power]}"
-
-
-def css() -> Html:
-    """Return the style sheet of a page."""
-    light, dark = ("".join(f"--{name}:{colours[at]};" for name, colours in STYLES.items()) for at in (0, 1))
+def page(title: str, *content: Html) -> Html:
+    light, dark = ("".join(f"--{name}:{each[at]};" for name, each in STYLES.items()) for at in (0, 1))
     fills = "".join(f".{name}{{fill:var(--{name});background:var(--{name})}}" for name in [*STYLES][4:])
-    return Html(
-        f"<style>:root{{color-scheme:light;{light}}}"
-        f"@media screen and (prefers-color-scheme:dark){{:root{{color-scheme:dark;{dark}}}}}{fills}{_SHEET}</style>"
-    )
-
-
-_SHEET = """
-body{font:15px/1.45 system-ui,sans-serif;color:var(--ink);background:var(--page);max-width:60rem;margin:1.5rem auto;
-padding:0 1rem;-webkit-print-color-adjust:exact;print-color-adjust:exact}
-h1{font-size:1.5rem;overflow-wrap:anywhere}h2{font-size:1.15rem;margin:2rem 0 .5rem;border-bottom:1px solid var(--line)}
-h3{font-size:.95rem;margin:1rem 0 .25rem}p,ul{margin:.4rem 0}.soft{color:var(--soft)}
-li,p,td:first-child{overflow-wrap:anywhere}
-table{border-collapse:collapse;width:100%;margin-bottom:1rem}
-td,th{padding:.15rem .9rem .15rem 0;text-align:left;vertical-align:top;overflow-wrap:break-word}
-th{font-weight:600;color:var(--soft)}tr{border-bottom:1px solid var(--line)}
-.number{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
-.wide{width:30%;min-width:7rem;padding-right:0;vertical-align:middle}svg{display:block;width:100%}
-.bar{height:.7rem}.key{display:inline-block;width:.8rem;height:.8rem;margin:0 .35rem 0 0;vertical-align:-.1rem}
-.legend span{margin-right:1.2rem;white-space:nowrap}
-text{fill:var(--soft);font-size:11px}.grid{stroke:var(--line)}.curve{stroke:var(--count);fill:none;stroke-width:2}
-@media print{body{font-size:9pt;margin:0;max-width:none}h2,h3{break-after:avoid}tr,svg,li{break-inside:avoid}}
-"""
+    dark = f"@media screen and (prefers-color-scheme:dark){{:root{{color-scheme:dark;{dark}}}}}"
+    style = tag("style", Html(f":root{{color-scheme:light;{light}}}{dark}{fills}{_SHEET}"))
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    metas = Html(f'<meta charset="us-ascii"><meta http-equiv="Content-Security-Policy" content="{policy}">')
+    head = tag("head", metas, tag("title", title), style)
+    return Html(f"<!DOCTYPE html>{tag('html', head, tag('body', *content), lang='en')}\n")
 
 
 def table(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> Html:
-    """Return a table. Columns whose name ends in `>` have numbers, and those named `|` have bars."""
-    kinds = [
-        {"class_": "number"} if name.endswith(">") else {"class_": "wide"} if name == "|" else {} for name in columns
-    ]
-    head = join(tag("th", name.rstrip(">|"), **kind) for name, kind in zip(columns, kinds, strict=True))
+    """Return a table. Columns whose name ends in `>` have numbers, and one named `|` has bars."""
+    kinds = ["number" if name.endswith(">") else "wide" if name == "|" else "text" for name in columns]
+    head = [tag("th", name.rstrip(">|"), class_=kind) for name, kind in zip(columns, kinds, strict=True)]
     body = (
-        tag("tr", *(tag("td", _shown(cell), **kind) for cell, kind in zip(row, kinds, strict=True))) for row in rows
+        tag("tr", *(tag("td", _shown(cell), class_=kind) for cell, kind in zip(row, kinds, strict=True)))
+        for row in rows
     )
-    return tag("table", tag("tr", head) if any(columns) else Html(), *body)
+    return tag("table", tag("thead", tag("tr", *head)), *body)
 
 
 def _shown(cell: object) -> object:
     return "-" if cell is None else ("no", "yes")[cell] if isinstance(cell, bool) else cell
 
 
-def legend(names: Iterable[str]) -> Html:
+def legend(*names: str) -> Html:
     parts = (tag("span", tag("i", class_=f"key {name}"), f"{name}: {STYLES[name][2]}") for name in names)
     return tag("p", *parts, class_="legend soft")
 
@@ -122,109 +104,77 @@ def legend(names: Iterable[str]) -> Html:
 def bar(parts: Mapping[str, int], largest: int) -> Html:
     """Return a bar of values by style, as long as their share of `largest`. Larger ones, which are sums, have none."""
     rects, at = [], 0.0
-    for style, value in parts.items() if sum(parts.values()) <= largest else ():
-        width = max(0.5, 100 * value / max(1, largest)) if value > 0 else 0
-        rects.append(tag("rect", x=round(at, 2), width=round(width, 2), height=1, class_=style))
+    for style, value in parts.items() if 0 < sum(parts.values()) <= largest else ():
+        width = max(0.5 * (value > 0), 100 * value / largest)
+        rects.append(tag("rect", x=f"{at:.2f}", width=f"{width:.2f}", height=1, class_=style))
         at += width
     return tag("svg", *rects, viewBox="0 0 100 1", preserveAspectRatio="none", class_="bar", aria_hidden="true")
 
 
+def interval_ms(span_ms: int) -> int:
+    """Return the length of an interval of which at most 72 cover a time.
+
+    >>> interval_ms(0), interval_ms(7_200_000), interval_ms(10**12)
+    (1000, 120000, 19353600000)
+    """
+    steps_ms = (step * 1000 for step in chain(_STEPS_S, (_WEEK_S << number for number in count())))
+    return next(step for step in steps_ms if span_ms // step < _COLUMNS - 1)
+
+
+def short(number: float) -> str:
+    return f"{number:,}" if number < 1e7 else f"{number:.3g}"
+
+
 def columns(
-    rows: Iterable[Sequence[int]], title: str, show: Callable[[float], str] = short, *, line: bool = False
+    rows: Iterable[Sequence[int]], title: str, show: Callable[[int], str] = short, *, line: bool = False
 ) -> Html:
-    """Return a plot of (time in ms, value) as columns or as a line, in intervals that make at most 72 columns."""
-    points = [(at, value) for at, value in rows if value]
-    low, high = min(at for at, _ in points), max(at for at, _ in points)
-    step = next_step((high - low) // 1000)
-    first = low // step
-    sums = [0] * (high // step - first + 1)
+    """Return a plot of (time in ms, value > 0) as at most 72 columns, or as a line through their tops."""
+    points = sorted((row[0], row[1]) for row in rows)
+    step = interval_ms(points[-1][0] - points[0][0])
+    first = points[0][0] // step
+    sums = [0] * (points[-1][0] // step - first + 1)
     for at, value in points:
         sums[at // step - first] += value
-    wide, most = (_WIDTH - _LEFT - 10) / len(sums), max(sums)
-    marks: list[Html] = []
-    for value in {0, most // 2, most} if most > 1 else {0, most}:
+    wide, most, marks = (_RIGHT - _LEFT) / len(sums), max(sums), []
+    for value in sorted({0, most // 2, most}):
         y = 8 + _HIGH * (1 - value / most)
-        marks += [
-            tag("line", x1=_LEFT, x2=_WIDTH - 10, y1=round(y, 1), y2=round(y, 1), class_="grid"),
-            tag("text", show(value), x=_LEFT - 8, y=round(y + 4, 1), text_anchor="end"),
-        ]
-    for part in range(5) if len(sums) >= 5 else (0, 4) if len(sums) > 1 else (0,):
-        number = part * len(sums) // 4
+        marks.append(tag("line", x1=_LEFT, x2=_RIGHT, y1=f"{y:.1f}", y2=f"{y:.1f}", class_="grid"))
+        marks.append(tag("text", show(value), x=_LEFT - 8, y=f"{y + 4:.1f}", text_anchor="end"))
+    for part in range(5) if len(sums) > 4 else (0, 4)[: len(sums)]:
+        number, anchor = part * len(sums) // 4, "end" if part == 4 else "middle"
         label = when((first + number) * step or 1)[: 16 if step >= 60_000 else 19]
-        anchor = "end" if part == 4 else "middle"
-        marks.append(tag("text", label, x=round(_LEFT + number * wide, 1), y=_HIGH + 24, text_anchor=anchor))
-    tops = [(round(_LEFT + n * wide, 1), round(8 + _HIGH * (1 - value / most), 1)) for n, value in enumerate(sums)]
+        marks.append(tag("text", label, x=f"{_LEFT + number * wide:.1f}", y=_HIGH + 24, text_anchor=anchor))
+    tops = [(_LEFT + number * wide, _HIGH * value / most) for number, value in enumerate(sums)]
     if line and len(sums) > 1:
-        path = " ".join(f"{round(x + wide / 2, 1)},{y}" for x, y in tops)
+        path = " ".join(f"{x + wide / 2:.1f},{8 + _HIGH - high:.1f}" for x, high in tops)
         marks.append(tag("polyline", points=path, class_="curve"))
     else:
-        marks += [
-            tag(
-                "rect",
-                x=x,
-                y=min(y, _HIGH + 7),
-                width=round(min(40, wide * 0.85), 1),
-                height=round(max(1, _HIGH + 8 - y), 1),
-                class_="count",
-            )
-            for (x, y), value in zip(tops, sums, strict=True)
-            if value
-        ]
-    heading = tag("h3", f"{title}, by {_words(step // 1000)}")
-    return join([heading, tag("svg", *marks, viewBox=f"0 0 {_WIDTH} {_HIGH + 32}", role="img", aria_label=title)])
+        for x, high in ((x, max(1, high)) for x, high in tops if high):
+            box = {"x": x, "y": 8 + _HIGH - high, "width": min(40, wide * 0.85), "height": high}
+            marks.append(tag("rect", **{name: f"{size:.1f}" for name, size in box.items()}, class_="count"))
+    svg = tag("svg", *marks, viewBox=f"0 0 {_WIDTH} {_HIGH + 32}", role="img", aria_label=title)
+    return tag("div", tag("h3", f"{title} per {show_ms(step)}"), svg)
 
 
-def next_step(span_s: int) -> int:
-    """Return the length of an interval (ms) of which at most 72 cover a time.
-
-    >>> next_step(0), next_step(7200), next_step(10**9)
-    (1000, 120000, 14515200000)
-    """
-    step = next((each for each in _STEPS_S if span_s // each < _COLUMNS - 1), _STEPS_S[-1])
-    while span_s // step >= _COLUMNS - 1:
-        step *= 2
-    return step * 1000
-
-
-def _words(seconds: int) -> str:
-    units = ((86_400, "day"), (3600, "hour"), (60, "minute"), (1, "second"))
-    size, unit = next(each for each in units if seconds % each[0] == 0)
-    count = seconds // size
-    return unit if count == 1 else f"{count:,} {unit}s"
-
-
-def cell_bytes(log_bytes: int, segment_bytes: int) -> int:
+def cell_bytes(segments: int, segment_bytes: int) -> int:
     """Return the size of the cells of a map of the log. A row of a strip has whole segments."""
-    segments = max(1, -(-log_bytes // max(1, segment_bytes)))
     return max(1, -(-segments // _ROWS) * segment_bytes // CELLS)
 
 
 def strip(start: int, cell: int, kinds: Sequence[str | None]) -> Html:
     """Return a strip of the styles of cells of `cell` bytes each, wrapped into rows. None is empty."""
-    marks, wide = [], (_WIDTH - 150) / CELLS
-    rows = -(-len(kinds) // CELLS)
-    for row in range(rows):
-        line = kinds[row * CELLS : (row + 1) * CELLS]
-        at, y = start + row * CELLS * cell, row * 14
-        marks.append(tag("text", f"{at:,}" if at < 1e13 else f"{at:.3e}", x=138, y=y + 11, text_anchor="end"))
-        marks.append(
-            tag("rect", x=146, y=y + 1, width=round(len(line) * wide, 1), height=12, class_="grid", fill="none")
-        )
-        begin = 0
-        for end in range(1, len(line) + 1):
-            if end == len(line) or line[end] != line[begin]:
-                if (kind := line[begin]) is not None:
-                    label = tag("title", f"{kind}: {show_bytes((end - begin) * cell)} from byte {at + begin * cell}")
-                    box = {"x": round(146 + begin * wide, 1), "y": y + 1, "width": round((end - begin) * wide, 1)}
-                    marks.append(tag("rect", label, **box, height=12, class_=kind))
-                begin = end
-    return tag("svg", *marks, viewBox=f"0 0 {_WIDTH} {rows * 14 + 2}", role="img", aria_label="map of the log")
-
-
-def page(title: str, *content: Any) -> Html:
-    policy = tag("meta", http_equiv="Content-Security-Policy", content="default-src 'none'; style-src 'unsafe-inline'")
-    metas = (
-        f'<meta charset="us-ascii">{policy.removesuffix("</meta>")}<meta name="viewport" content="width=device-width">'
-    )
-    head = tag("head", Html(metas), tag("title", title), css())
-    return Html(f"<!DOCTYPE html>{tag('html', head, tag('body', *content), lang='en')}\n")
+    marks, wide = [], (_RIGHT - 146) / CELLS
+    for y, row in enumerate(range(0, len(kinds), CELLS)):
+        line = kinds[row : row + CELLS]
+        marks.append(tag("text", f"{start + row * cell:,}", x=138, y=y * 14 + 11, text_anchor="end"))
+        marks.append(tag("rect", x=146, y=y * 14 + 1, width=f"{len(line) * wide:.1f}", height=12, class_="grid"))
+        at = 0
+        for kind, same in groupby(line):
+            number = sum(1 for _ in same)
+            if kind is not None:
+                label = tag("title", f"{kind}: {show_bytes(number * cell)} from byte {start + (row + at) * cell}")
+                box = {"x": f"{146 + at * wide:.1f}", "y": y * 14 + 1, "width": f"{number * wide:.1f}"}
+                marks.append(tag("rect", label, **box, height=12, class_=kind))
+            at += number
+    high = -(-len(kinds) // CELLS) * 14 + 2
+    return tag("svg", *marks, viewBox=f"0 0 {_WIDTH} {high}", role="img", aria_label="map of the log")

@@ -1,4 +1,4 @@
-"""`mqstore report`: a page about a store, of what inspect, du, lag, traffic and verify find."""
+"""`mqstore report`: a page about a store, with the results of inspect, du, lag, traffic and verify."""
 
 from __future__ import annotations
 
@@ -10,23 +10,20 @@ import click
 
 from mqstore import MQStoreError
 from mqstore.admin import disk_usage, inspect_store, operations
-from mqstore_tools.du import _lines as disk_lines
+from mqstore_tools.du import disk_lines
 from mqstore_tools.export import lines
 from mqstore_tools.groups import group_row
 from mqstore_tools.inspect import store_state
-from mqstore_tools.plots import Html, bar, cell_bytes, columns, join, legend, next_step, page, strip, table, tag
+from mqstore_tools.plots import Html, bar, cell_bytes, columns, interval_ms, legend, page, strip, table, tag
 from mqstore_tools.render import note, pick, print_json, progress, show_bytes, when
 from mqstore_tools.session import show_ms
 from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, findings_on_stderr, json_option
 from mqstore_tools.topics import topic_row
 
-_MOST = 25
-"""Number of rows of a table. The others are added up in one more row."""
-_FINDINGS = 100
-_UNCHECKED = (
-    "Checksums, units against their records, entries of the index, and JSON files other than those shown: "
-    "mqstore verify checks them, or --verify here."
-)
+_MOST, _FINDINGS = 25, 100
+"""Number of rows of a table, and of findings. Other rows are added up in one more."""
+_UNCHECKED = "Checksums, units against their records, entries of the index: use --verify, or mqstore verify."
+_TIMES = "first_store_timestamp_ms last_store_timestamp_ms"
 
 
 @click.command(
@@ -60,7 +57,7 @@ def report(ctx: click.Context, directory: Path, output: Path, check: bool, json_
     cannot be shown.
     """
     with lines(output, directory) as file, findings_on_stderr():
-        found = collect(directory, check=check)
+        found = _collect(directory, check=check)
         file.write(_page(found))
     if json_output:
         print_json(found)
@@ -72,64 +69,55 @@ def report(ctx: click.Context, directory: Path, output: Path, check: bool, json_
         ctx.exit(FINDINGS)
 
 
-def collect(directory: Path, *, check: bool = False) -> dict[str, Any]:
-    """Return everything that a page shows. A part that cannot be read is None, and `not_shown` has the reason.
-    Raises the errors of opening the store."""
+def _collect(directory: Path, *, check: bool) -> dict[str, Any]:
+    """Return everything that a page shows. A part that cannot be read is None, and `not_shown` has the reason."""
     from mqstore.jobs import lag_report, select, traffic_report, verify
 
-    with progress("reading the log") as report:
-        store = inspect_store(directory, progress=report)
-    log, stores = store["commitlog"], [str(directory)]
-    size = cell_bytes(len(log["segments"]) * log["segment_bytes"], log["segment_bytes"])
-    times = [each[name] for each in log["segments"] for name in _TIMES if each[name] is not None]
-    interval = next_step((max(times, default=0) - min(times, default=0)) // 1000) // 1000
-    desk, whole = operations(directory), select(stores, options={"onCorrupt": "skip"})
-
-    def quick(title: str, work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        with progress(title, of_bytes=False) as report:
-            return work(*arguments, progress=report, **options)
-
-    parts: dict[str, Callable[[], Any]] = {
-        "disk": lambda: quick("reading units", disk_usage, directory, cell_bytes=size),
-        "lag": lambda: quick("lag", lag_report, stores).to_dict(),
-        "traffic": lambda: quick("traffic", traffic_report, whole, interval=f"{interval}s", by=()).to_dict(),
-        "topics": lambda: [*map(topic_row, desk.topics())],
-        "groups": lambda: [*map(group_row, desk.groups())],
+    with progress("reading the log") as of_log:
+        store = inspect_store(directory, progress=of_log)
+    segments, whole = store["commitlog"]["segments"], select(directory, options={"onCorrupt": "skip"})
+    times = [time for each in segments for time in pick(each, _TIMES) if time is not None] or [0]
+    seconds = interval_ms(max(times) - min(times)) // 1000
+    cell = cell_bytes(len(segments), store["commitlog"]["segment_bytes"])
+    desk = operations(directory)
+    parts: dict[str, Callable[[Any], Any]] = {
+        "disk": lambda report: disk_usage(directory, cell_bytes=cell, progress=report),
+        "lag": lambda report: lag_report([directory], progress=report).to_dict(),
+        "traffic": lambda report: traffic_report(whole, interval=f"{seconds}s", by=(), progress=report).to_dict(),
+        "topics": lambda _: [*map(topic_row, desk.topics())],
+        "groups": lambda _: [*map(group_row, desk.groups())],
     }
     if check:
-        parts["verify"] = lambda: quick("verifying", verify, stores, max_errors=_FINDINGS).to_dict()
+        parts["verify"] = lambda report: verify([directory], max_errors=_FINDINGS, progress=report).to_dict()
     found: dict[str, Any] = {"store": store, **dict.fromkeys(parts)}
     missing = dict(store["broker"]["not_shown"])
     for name, read in parts.items():
         try:
-            found[name] = read()
+            with progress(name, of_bytes=False) as of_part:
+                found[name] = read(of_part)
         except (MQStoreError, OSError, LookupError, ValueError) as error:
             missing[name] = str(error)
-    if (disk := found["disk"]) is not None:
-        missing |= disk["not_shown"]
-    found["findings"] = [*_findings(found)]
-    return {**found, "not_checked": [] if found.get("verify") else [_UNCHECKED], "not_shown": missing}
-
-
-_TIMES = ("first_store_timestamp_ms", "last_store_timestamp_ms")
+    missing |= found["disk"]["not_shown"] if found["disk"] else {}
+    unchecked = [] if found.get("verify") else [_UNCHECKED]
+    return {**found, "findings": [*_findings(found)], "not_checked": unchecked, "not_shown": missing}
 
 
 def _findings(found: Mapping[str, Any]) -> Iterable[str]:
     """Yield a sentence about each finding."""
-    store, lag, traffic, checked = found["store"], found["lag"], found["traffic"], found.get("verify")
-    yield from store["problems"]
-    for queue in lag["incomplete"] if lag else ():
+    yield from found["store"]["problems"]
+    lag = found["lag"] or {"incomplete": (), "groups": ()}
+    for queue in lag["incomplete"]:
         yield f"{queue['topic']}, queue {queue['queue_id']}, lacks messages that are in the log: run `mqstore recover`"
-    for group in lag["groups"] if lag else ():
-        for row in group["queues"]:
-            if (held := row["suspended"]) is not None:
-                where = f"{row['topic']}, queue {row['queue_id']} of {group['group']}"
-                yield f"{where} is suspended by the message at offset {held['offset']}: {held['error']}"
-    if traffic and traffic["damaged"]:
-        yield f"{traffic['damaged']} damaged messages are not in the traffic"
-    for each in checked["findings"] if checked else ():
+    for group, row in ((each["group"], row) for each in lag["groups"] for row in each["queues"]):
+        if held := row["suspended"]:
+            why = f"suspended by its failed message at offset {held['offset']} ({held['error']})"
+            yield f"{row['topic']}, queue {row['queue_id']} of group {group}, is {why}"
+    if found["traffic"] and (damaged := found["traffic"]["damaged"]):
+        yield f"{damaged} damaged messages are not in the traffic"
+    checked = found.get("verify") or {"findings": (), "stores": ()}
+    for each in checked["findings"]:
         yield f"{each['kind']}: {each['file']} at {each['position']}, {each['length']} bytes: {each['detail']}"
-    if checked and (unlisted := sum(row["unlisted"] for row in checked["stores"])):
+    if unlisted := sum(row["unlisted"] for row in checked["stores"]):
         yield f"and {unlisted} more: see `mqstore verify`"
 
 
@@ -137,160 +125,116 @@ def _findings(found: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _page(found: Mapping[str, Any]) -> Html:
-    store, disk = found["store"], found["disk"]
-    sections = {
-        ("Findings", ""): _found(found),
-        ("Traffic", "traffic"): _traffic(found["traffic"]),
-        ("Sizes", "disk"): _sizes(disk),
-        ("Map of the log", "disk"): _map(store, disk),
-        ("Lag by group", "lag"): _lag(found["lag"]),
-        ("Delayed messages by due time", "due broker"): _delays(store["broker"]),
-        ("Settings", ""): _settings(found),
-    }
-    taken = when(disk["taken_ms"])[:19] if disk else "-"
-    log = store["commitlog"]
-    facts = [
-        f"{store_state(store)}; records: {log['messages']:,}; taken at {taken} UTC",
-        *(disk_lines(disk, len(disk["topics"])) if disk else ()),
-    ]
+    store, disk, missing = found["store"], found["disk"], found["not_shown"]
+    facts = [f"{store_state(store)}; {store['commitlog']['messages']:,} records"]
+    facts += [f"taken at {when(disk['taken_ms'])}", *disk_lines(disk, len(disk["topics"]))] if disk else []
     body = [tag("h1", store["path"]), tag("ul", *(tag("li", each) for each in facts))]
-    for (title, names), content in sections.items():
-        why = [f"Not shown: {found['not_shown'][name]}" for name in names.split() if name in found["not_shown"]]
-        body += [tag("h2", title), content or tag("p", *(why[:1] or ["Nothing to show."]), class_="soft")]
+    for title, (names, show) in _SECTIONS.items():
+        why = [f"Not shown: {missing[name]}" for name in names.split() if name in missing]
+        content = [] if why else show(found)
+        body += [tag("h2", title), *(content or [tag("p", *(why[:1] or ["Nothing to show."]), class_="soft")])]
     return page(f"mqstore report: {store['path']}", *body)
 
 
-def _found(found: Mapping[str, Any]) -> Html:
-    rows = found["findings"][:_FINDINGS]
-    rows += [f"and {len(found['findings']) - _FINDINGS} more; --json has all"] * (len(found["findings"]) > _FINDINGS)
+def _checked(found: Mapping[str, Any]) -> list[Html]:
+    rows, more = found["findings"][:_FINDINGS], len(found["findings"]) - _FINDINGS
+    rows += [f"and {more} more; --json has all"] * (more > 0)
     rows += [f"Not shown: {section} ({why})" for section, why in found["not_shown"].items()]
-    parts = [tag("ul", *(tag("li", each) for each in rows))] if rows else [tag("p", "None.")]
-    return join([*parts, *(tag("p", f"Not checked: {each}", class_="soft") for each in found["not_checked"])])
+    rows += [f"Not checked: {each}" for each in found["not_checked"]]
+    return [tag("ul", *(tag("li", each) for each in [*([] if found["findings"] else ["No findings."]), *rows]))]
 
 
-def _traffic(traffic: Mapping[str, Any] | None) -> Html | None:
-    if not traffic or not traffic["series"]:
-        return None
-    plots: dict[str, tuple[str, dict[str, Any]]] = {
-        "messages": ("Messages", {}),
-        "bytes": ("Bytes of bodies", {"show": lambda size: show_bytes(round(size)), "line": True}),
-    }
-    total = traffic["total"]
-    words = f"{total['messages']:,} messages by the time when they were stored, {show_bytes(total['bytes'])} of bodies"
-    shown = [
-        columns([pick(each, f"start_ms {name}") for each in traffic["series"]], title, **options)
-        for name, (title, options) in plots.items()
-        if total[name]
-    ]
-    return join([tag("p", words), *shown])
+def _traffic(found: Mapping[str, Any]) -> list[Html]:
+    series, total = found["traffic"]["series"], found["traffic"]["total"]
+    text = f"{total['messages']:,} messages with bodies of {show_bytes(total['bytes'])}, by the time of storing"
+    plots = [columns([pick(each, "start_ms messages") for each in series], "Messages")] if series else []
+    if total["bytes"]:
+        plots.append(
+            columns([pick(each, "start_ms bytes") for each in series], "Bytes of bodies", show_bytes, line=True)
+        )
+    return [tag("p", text), *plots] if plots else []
 
 
-def _sizes(disk: Mapping[str, Any] | None) -> Html | None:
-    if not disk or not disk["topics"]:
-        return None
-    names = ("messages", "log_bytes", "queue_bytes", "consumed_bytes")
-    rows = _top(disk["topics"], "topic", names, "log_bytes")
-    largest = max(row["log_bytes"] for row in rows[:_MOST])
-    cells = (
-        [row["topic"], f"{row['messages']:,}", *map(_bytes, pick(row, " ".join(names[1:]))), _share(row, largest)]
-        for row in rows
-    )
-    parts = [(name, f"{each['files']:,}", show_bytes(each["bytes"])) for name, each in disk["parts"].items()]
+def _sizes(found: Mapping[str, Any]) -> list[Html]:
+    def cells(row: Mapping[str, Any]) -> tuple[dict[str, int], Iterable[object]]:
+        sizes = pick(row, "log_bytes queue_bytes consumed_bytes")
+        size, _, consumed = sizes
+        kinds = {"system": size} if consumed is None else {"consumed": consumed, "live": size - consumed}
+        return kinds, [f"{row['messages']:,}", *(None if each is None else show_bytes(each) for each in sizes)]
+
+    parts = [(name, f"{each['files']:,}", show_bytes(each["bytes"])) for name, each in found["disk"]["parts"].items()]
     heads = ("topic", "messages>", "in the log>", "queues>", "consumed>", "|")
-    return join(
-        [
-            table(heads, cells),
-            legend(("consumed", "live", "system")),
-            tag("h3", "Files"),
-            table(("part", "files>", "bytes>"), parts),
-        ]
-    )
+    shown = _largest(found["disk"]["topics"], "log_bytes", heads, cells)
+    return shown and [*shown, legend("consumed", "live", "system"), table(("files of", "number>", "bytes>"), parts)]
 
 
-def _share(row: Mapping[str, Any], largest: int) -> Html:
-    size, consumed = row["log_bytes"], row["consumed_bytes"]
-    kinds = {"system": size} if consumed is None else {"consumed": consumed, "live": size - consumed}
-    return bar(kinds, largest)
+def _lag(found: Mapping[str, Any]) -> list[Html]:
+    def cells(row: Mapping[str, Any]) -> tuple[dict[str, int], Iterable[object]]:
+        counts = [None if each is None else f"{each:,}" for each in pick(row, "messages in_flight lost")]
+        return {"count": row["messages"] or 0}, [*counts, show_ms(row["oldest_age_ms"])]
+
+    heads = ("group", "messages>", "in flight>", "lost>", "oldest is>", "|")
+    return _largest(found["lag"]["groups"], "messages", heads, cells)
 
 
-def _bytes(count: int | None) -> str | None:
-    return None if count is None else show_bytes(count)
+def _largest(rows: Sequence[Any], by: str, heads: Sequence[str], cells: Callable[[Any], Any]) -> list[Html]:
+    """Return a table of the largest rows by a count, and the sum of the others. `cells` returns (bar, cells)."""
+    rows = sorted(rows, key=lambda row: -(row[by] or 0))
+    rest, largest = rows[_MOST:], rows[0][by] or 0 if rows else 0
+    if rest:
+        sums = {name: sum(row[name] or 0 for row in rest) for name in rest[0] if isinstance(rest[0][name], int)}
+        rows = [*rows[:_MOST], {**rest[0], **sums, heads[0]: f"{len(rest):,} others"}]
+    shown = ((row[heads[0]], *cells(row)[1], bar(cells(row)[0], largest)) for row in rows)
+    return [table(heads, shown)] if rows else []
 
 
-def _top(rows: Sequence[dict[str, Any]], name: str, counts: Sequence[str], by: str) -> list[dict[str, Any]]:
-    """Return the largest rows by a count, and one with the sums of all others."""
-    ordered = sorted(rows, key=lambda row: -(row[by] or 0))
-    rest = ordered[_MOST:]
-    sums = {count: sum(row[count] or 0 for row in rest) for count in counts}
-    return ordered[:_MOST] + ([{**rest[0], name: f"{len(rest):,} others", **sums}] if rest else [])
+def _map(found: Mapping[str, Any]) -> list[Html]:
+    cells, end = found["disk"]["map"], found["disk"]["log"]["end"]
+    start, size = pick(cells, "start cell_bytes")
+    damaged, shown, totals = set[int](), list[str | None](), dict.fromkeys(("live", "consumed", "system", "dead"), 0)
+    for low, high in found["store"]["commitlog"]["damaged"]:
+        damaged.update(range(max(0, low - start) // size, min(len(cells["live"]), -(-(high - start) // size))))
+    for number, known in enumerate(zip(*pick(cells, "live consumed system"), strict=True)):
+        used = min(size, max(0, end - start - number * size))
+        amounts = dict(zip(totals, (*known, max(0, used - sum(known))), strict=True))
+        totals = {kind: total + amounts[kind] for kind, total in totals.items()}
+        shown.append("damaged" if number in damaged else max(amounts, key=amounts.__getitem__) if used else None)
+    words = ", ".join(f"{kind} {show_bytes(total)}" for kind, total in totals.items() if total)
+    lost = sum(high - low for low, high in found["store"]["commitlog"]["damaged"])
+    text = f"{words}; {show_bytes(lost)} are damaged. A cell of {show_bytes(size)} shows damage, or most of its bytes."
+    return [tag("p", text), strip(start, size, shown), legend("damaged", *totals)] if words else []
 
 
-def _map(store: Mapping[str, Any], disk: Mapping[str, Any] | None) -> Html | None:
-    if not disk or not disk["map"]["live"]:
-        return None
-    found, end = disk["map"], disk["log"]["end"]
-    size, kinds = found["cell_bytes"], ("damaged", "live", "consumed", "system", "dead")
-    damaged = [0] * len(found["live"])
-    for low, high in store["commitlog"]["damaged"]:
-        for cell in range(
-            max(0, (low - found["start"]) // size), min(len(damaged), -(-(high - found["start"]) // size))
-        ):
-            damaged[cell] = 1
-    shown: list[str | None] = []
-    totals = dict.fromkeys(kinds, 0)
-    for number, parts in enumerate(zip(damaged, *pick(found, "live consumed system"), strict=True)):
-        used = min(size, max(0, end - found["start"] - number * size))
-        amounts = dict(zip(kinds, (*parts, max(0, used - sum(parts[1:]))), strict=True))
-        for kind, amount in amounts.items():
-            totals[kind] += amount
-        shown.append("damaged" if parts[0] else max(amounts, key=amounts.__getitem__) if used else None)
-    totals["damaged"] = sum(high - low for low, high in store["commitlog"]["damaged"])
-    words = "; ".join(f"{kind} {show_bytes(amount)}" for kind, amount in totals.items() if amount)
-    text = (
-        f"A cell has {show_bytes(size)} and the colour of most of its bytes, or of damage. In all: {words or 'empty'}."
-    )
-    return join([tag("p", text), strip(found["start"], size, shown), legend(kinds)])
+def _delays(found: Mapping[str, Any]) -> list[Html]:
+    text = "A message that is due in more than two days counts at the time when the timer looks at it again."
+    counts = found["store"]["broker"]["due"]["counts"]
+    return [columns(counts, "Messages"), tag("p", text, class_="soft")] if counts else []
 
 
-def _lag(lag: Mapping[str, Any] | None) -> Html | None:
-    if not lag or not lag["groups"]:
-        return None
-    rows = _top(lag["groups"], "group", ("messages", "in_flight", "lost"), "messages")
-    largest = max(row["messages"] or 0 for row in rows[:_MOST])
-    cells = (
-        [
-            row["group"],
-            *(None if each is None else f"{each:,}" for each in pick(row, "messages in_flight lost")),
-            show_ms(row["oldest_age_ms"]),
-            bar({"count": row["messages"] or 0}, largest),
-        ]
-        for row in rows
-    )
-    return table(("group", "messages>", "in flight>", "lost>", "oldest is>", "|"), cells)
-
-
-def _delays(broker: Mapping[str, Any]) -> Html | None:
-    counts = broker["due"]["counts"]
-    if not counts:
-        return None
-    words = "A message that is due in more than two days counts at the time when the timer looks at it again."
-    return join([columns(counts, "Messages"), tag("p", words, class_="soft")])
-
-
-def _settings(found: Mapping[str, Any]) -> Html:
-    store, topics, groups = found["store"], found["topics"] or [], found["groups"] or []
-    facts = [
-        ("profile", f"{store['profile']}, checksum {store['checksum']}"),
-        ("segments", show_bytes(store["commitlog"]["segment_bytes"])),
-        ("index files", f"{store['index']['entries_per_file']:,} entries, {store['index']['slots']:,} slots"),
-    ]
-    texts: dict[str, tuple[Sequence[dict[str, Any]], str]] = {
-        "topic": (topics, "name read_queues> write_queues> perm> order message_type"),
-        "group": (groups, "name registered max_attempts> retry fifo start consume broadcast"),
-    }
-    parts = [table(("", ""), facts)]
-    for kind, (rows, names) in texts.items():
-        heads = [kind, *(name.replace("_", " ") for name in names.split()[1:])]
-        parts.append(table(heads, (pick(row, names.replace(">", "")) for row in rows[:_MOST])) if rows else Html(""))
+def _settings(found: Mapping[str, Any]) -> list[Html]:
+    store, index = found["store"], found["store"]["index"]
+    files = f"index files of {index['entries_per_file']:,} entries, {index['slots']:,} slots"
+    size = show_bytes(store["commitlog"]["segment_bytes"])
+    parts = [tag("p", f"Profile {store['profile']}, checksum {store['checksum']}, segments of {size}, {files}.")]
+    for kind, names in _SETTINGS.items():
+        rows = found[f"{kind}s"] or []
+        cells = (pick(row, f"name {names.replace('>', '')}") for row in rows[:_MOST])
+        parts += [table([kind, *(name.replace("_", " ") for name in names.split())], cells)] if rows else []
         parts += [tag("p", f"and {len(rows) - _MOST:,} more {kind}s")] * (len(rows) > _MOST)
-    return join(parts)
+    return parts
+
+
+_SETTINGS = {
+    "topic": "read_queues> write_queues> perm> order message_type",
+    "group": "registered max_attempts> retry fifo start consume broadcast",
+}
+_SECTIONS: dict[str, tuple[str, Callable[[Mapping[str, Any]], list[Html]]]] = {
+    "Findings": ("", _checked),
+    "Traffic": ("traffic", _traffic),
+    "Sizes": ("disk", _sizes),
+    "Map of the log": ("disk", _map),
+    "Lag by group": ("lag", _lag),
+    "Delayed messages by due time": ("due broker", _delays),
+    "Settings": ("", _settings),
+}
+"""Headings, with the names in `not_shown` that they depend on."""
