@@ -15,6 +15,7 @@ import pytest
 import mqstore as library
 from mqstore import SimulatedClock, StoreConfig
 from mqstore_tools import plots
+from mqstore_tools.session import show_ms
 from tests.tools.support import SHOULD_NOT_REACH_A_SCREEN, mqstore, mqstore_json, snapshot
 
 BEGIN_MS, HOUR_MS = 1_769_821_200_000, 3_600_000
@@ -186,15 +187,17 @@ def test_damage_is_found_and_mapped(store: Path, tmp_path: Path, words: tuple[st
     assert page.sections["Traffic"][0].startswith("5 messages")
 
 
-def test_damaged_offsets_leave_the_rest_of_the_page(store: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("table", "found"), [("consumerOffset.json", True), ("topics.json", False)])
+def test_damaged_tables_leave_the_rest_of_the_page(store: Path, tmp_path: Path, table: str, found: bool) -> None:
     path = tmp_path / "mq"
     shutil.copytree(store, path)
-    for file in (path / "config").glob("consumerOffset.json*"):
+    for file in (path / "config").glob(f"{table}*"):
         file.write_bytes(b"\x1b[2J")
 
     page = written(path, tmp_path, exit_code=1)
 
     assert page.sections["Lag by group"][0].startswith("Not shown: ")
+    assert (page.sections["Findings"][0] == "No findings.") != found
     assert page.row("Sizes", "orders")[1] == "6"
 
 
@@ -217,7 +220,27 @@ def test_hundreds_of_topics_are_cut_and_added_up(tmp_path: Path) -> None:
     assert page.row("Sizes", "t59")[1] == "2"
     assert page.row("Sizes", "35 others")[1] == "35"
     assert "and 35 more topics" in page.sections["Settings"]
-    assert len([name for name, _ in page.tags if name == "tr"]) < 100
+    assert [each.get("class") for name, each in page.tags if name == "svg"].count("bar") == 26
+
+
+def test_groups_that_are_cut_have_the_sum_of_their_lag_and_the_highest_age(tmp_path: Path) -> None:
+    clock = SimulatedClock(BEGIN_MS)
+    with library.open(tmp_path / "mq", config=StoreConfig(clock=clock, default_queues=1)) as store:
+        for number in range(30):
+            consumer = store.simple_consumer(f"g{number}", {f"t{number}": "*"})
+            for _ in range(2 if number < 25 else 1):
+                store.put(f"t{number}", b"x")
+            consumer.receive(1, wait=0)
+            consumer.close()
+            clock.advance(24 * HOUR_MS)
+        store.broker.run_once()
+
+    found = mqstore_json("report", tmp_path / "mq", "--html", tmp_path / "page.html")
+    row = Page(tmp_path / "page.html").row("Lag by group", "5 others")
+
+    ages = [each["oldest_age_ms"] for each in found["lag"]["groups"] if int(each["group"][1:]) >= 25]
+    assert row[1] == "5"
+    assert row[4] == show_ms(max(ages))
 
 
 def test_page_appears_whole_or_not_at_all(store: Path, tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ body{font:15px/1.45 system-ui,sans-serif;color:var(--ink);background:var(--page)
 padding:0 1rem;-webkit-print-color-adjust:exact;print-color-adjust:exact}
 h1{font-size:1.5rem;overflow-wrap:anywhere}h2{font-size:1.15rem;margin:2rem 0 .5rem;border-bottom:1px solid var(--line)}
 h3{font-size:.95rem;margin:1rem 0 .25rem}p,ul{margin:.4rem 0}.soft{color:var(--soft)}
-li,p,td:first-child{overflow-wrap:anywhere}table{border-collapse:collapse;width:100%;margin-bottom:1rem}
+li,p,td:first-child{overflow-wrap:anywhere}td:first-child{min-width:9rem}
+table{border-collapse:collapse;width:100%;margin-bottom:1rem}
 td,th{padding:.15rem .9rem .15rem 0;text-align:left;vertical-align:top;overflow-wrap:break-word}
 th{font-weight:600;color:var(--soft)}tr{border-bottom:1px solid var(--line)}svg{display:block;width:100%}
 .number{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
@@ -38,7 +39,7 @@ th{font-weight:600;color:var(--soft)}tr{border-bottom:1px solid var(--line)}svg{
 .key{display:inline-block;width:.8rem;height:.8rem;margin:0 .35rem 0 0;vertical-align:-.1rem}
 .legend span{margin-right:1.2rem;white-space:nowrap}text{fill:var(--soft);font-size:11px}
 .grid{stroke:var(--line);fill:none}.curve{stroke:var(--count);fill:none;stroke-width:2}
-@media print{body{font-size:9pt;margin:0;max-width:none}h2,h3{break-after:avoid}tr,svg,li{break-inside:avoid}}
+@media print{body{font-size:9pt;margin:0;max-width:none}h2,h3,p{break-after:avoid}tr,svg,li{break-inside:avoid}}
 """
 CELLS, _ROWS = 128, 40
 """Cells in a row of a strip, and rows of a strip."""

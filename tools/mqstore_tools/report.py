@@ -178,11 +178,13 @@ def _lag(found: Mapping[str, Any]) -> list[Html]:
 
 
 def _largest(rows: Sequence[Any], by: str, heads: Sequence[str], cells: Callable[[Any], Any]) -> list[Html]:
-    """Return a table of the largest rows by a count, and the sum of the others. `cells` returns (bar, cells)."""
+    """Return a table of the largest rows by a count, and the sums, or latest times, of the others.
+    `cells` returns (bar, cells)."""
     rows = sorted(rows, key=lambda row: -(row[by] or 0))
     rest, largest = rows[_MOST:], rows[0][by] or 0 if rows else 0
     if rest:
-        sums = {name: sum(row[name] or 0 for row in rest) for name in rest[0] if isinstance(rest[0][name], int)}
+        known = {name: [row[name] for row in rest if isinstance(row[name], int)] for name in rest[0]}
+        sums = {name: max(each) if name.endswith("_ms") else sum(each) for name, each in known.items() if each}
         rows = [*rows[:_MOST], {**rest[0], **sums, heads[0]: f"{len(rest):,} others"}]
     shown = ((row[heads[0]], *cells(row)[1], bar(cells(row)[0], largest)) for row in rows)
     return [table(heads, shown)] if rows else []
