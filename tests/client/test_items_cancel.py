@@ -200,3 +200,18 @@ def test_cancelled_items_are_neither_listed_nor_purged(doors: Doors, ordered: bo
     assert [item.value for item in queue.peek(9)] == [b"1", b"3"]
     assert queue.purge("ready") == 2
     assert (queue.qsize(), doors.values(queue)) == (0, [])
+
+
+def test_crash_keeps_what_is_cancelled_behind_the_last_delivery(doors: Doors) -> None:
+    """Only memory knows that the group has passed it."""
+    queue, values = doors.queue(), [b"%d" % value for value in range(33)]
+    receipts = queue.put_many(values)
+    assert queue.cancel(receipts[32])
+    tasks = [queue.get(block=False) for _ in range(32)]
+    doors.store.broker.sync()
+    assert doors.values(queue) == []
+    doors.store.broker._pop.persist()
+    doors.store.broker.save_offsets()
+    doors.crash()
+    doors.advance(61)
+    assert sorted(doors.values(doors.queue())) == sorted(task.value for task in tasks)

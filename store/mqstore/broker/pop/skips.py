@@ -32,8 +32,10 @@ def wanted(state: QueueState, messages: list[Message]) -> list[Message]:
 def keep(log: PopLog, state: QueueState, bound: int) -> float:
     """Append those named by records before log position `bound` again. Return the position of the first record that is
     needed. Call under the state's lock."""
-    # Not after each pop: one that fails sets the cursor back.
-    state.skipped = state.skips()
+    # Not after each pop: one that fails sets the cursor back. A pop that found only such messages has no record, so
+    # after a kill only the log and the offset table show the cursor.
+    passed = min(state.cursor, max(state.logged, state.committed))
+    state.skipped = {offset: name for offset, name in state.skipped.items() if offset >= passed}
     old = [offset for offset, name in state.skipped.items() if name < bound]
     for at in range(0, len(old), _RECORD_MAX):
         skip(log, state, old[at : at + _RECORD_MAX])
