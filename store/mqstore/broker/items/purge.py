@@ -17,7 +17,6 @@ from mqstore.broker.context import Parts
 from mqstore.broker.delay.timerqueries import TimerQueries
 from mqstore.broker.items.state import Items, State, check_state, status_of, unsettled
 from mqstore.broker.names import QueueKey
-from mqstore.broker.pop.log import ACK
 from mqstore.broker.pop.ordered import OrderedQueues
 from mqstore.broker.pop.receipts import Claim
 from mqstore.broker.pop.request import Delivery
@@ -98,9 +97,8 @@ class Purging(Items):
                 state.drop_ahead()
                 chosen.append(first)
             for offset in chosen:
-                if (given := state.released.get(offset)) is not None:
-                    pops.log.put_settled(ACK, given.name, [offset])
-                    state.settle(given, [offset])
+                if offset in state.released:
+                    self._ways[0].cancel(state, offset)
                 else:
                     pop_time_ms = state.in_flight[offset].times(offset)[0] if order is None else order.pop_time_ms
                     claims.append(Claim(offset, pop_time_ms, order is not None, 0, key.queue_id, ""))
