@@ -424,7 +424,7 @@ class Beside:
             case "pop":
                 found = pops.pop(n=first, local=second)
                 held += [delivery.receipt for delivery in found]
-                return [(delivery.message.body, delivery.attempt, delivery.receipt) for delivery in found]
+                return [(delivery.message.body, delivery.attempt, delivery.visible_at_ms) for delivery in found]
             case "ack":
                 pops.service.ack("g", "t", chosen) if chosen else None
             case "release":
@@ -448,11 +448,12 @@ class Beside:
 
     @staticmethod
     def seen(pops: PopBench) -> Any:
-        """What is known of each queue, except for the names of batches."""
+        """Return the state of each queue without names of batches, and with the end of each lease but not its begin.
+        After a reset and a kill the last pop time is unknown to a log without that pop, so the next is 1 ms later."""
         return {
             key: (
                 *(state.cursor, state.advance(), sorted(state.released), sorted(state.revived)),
-                {offset: (batch.times(offset), batch.holds(offset)) for offset, batch in state.in_flight.items()},
+                {offset: (sum(batch.times(offset)), batch.holds(offset)) for offset, batch in state.in_flight.items()},
             )
             for key, state in pops.tables.states.items()
             if state.cursor > 0

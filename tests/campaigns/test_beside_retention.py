@@ -217,7 +217,8 @@ _NOT_BESIDE = [
 LOOKS = [
     # Of a busy machine all that the queue held when the look began may be gone, and so may a key.
     *(
-        Look(name, tuple(words), codes=(0, 1))
+        # Nobody may have opened the topic as a queue.
+        Look(name, tuple(words), codes=(0, 1, 2) if name.startswith("queue") else (0, 1))
         for name, words in looking("DIR", "OUT").items()
         if name not in _NOT_BESIDE
     ),
