@@ -127,7 +127,7 @@ class Queue(QueueItems[T]):
         topic = queue_topic(name)
         codec = cast(Codec[T], BYTES) if codec is None else codec
         if not (callable(getattr(codec, "encode", None)) and callable(getattr(codec, "decode", None))):
-            raise ConfigError(f"a codec has encode and decode, as mqstore.TEXT; {codec!r:.80} has not")
+            raise ConfigError(f"a codec has encode and decode, as TEXT or DATACLASS(Job); {codec!r:.80} has not")
         check_whole("maxsize", maxsize, 0)
         check_kind("ordered", ordered, bool, "True or False")
         check_kind("retry", retry, RetryPolicy | None, "a mqstore.RetryPolicy or None")
@@ -193,8 +193,8 @@ class Queue(QueueItems[T]):
         `options` are those of `ItemOptions`: delay, priority, key, tag, properties, expires, unique, unique_for. With
         `unique` the receipt may be that of an earlier item of this name, and nothing is stored. With `maxsize`, raises
         QueueFull if it is full, after `timeout` seconds if `block`. Raises QueueShutDown after `shutdown`, and
-        InvalidMessageError for an item that the codec refuses, or a bad option. Also raises the errors of `Broker.put`,
-        and ConfigError for a bad priority. After an error nothing is stored.
+        InvalidMessageError for an item that the codec refuses. Raises that or ConfigError for a bad option, and the
+        errors of `Broker.put`. After an error nothing is stored.
         """
         body = self._codec.encode(item)
         if self._shut:  # inline `_check_puts`: one call less

@@ -172,3 +172,10 @@ def test_error_of_the_server_itself_stays_there() -> None:
     assert not is_known(AttributeError())
     assert str(error_of(1, "the server failed", b"")) == "the server answers 1: the server failed"
     assert type(error_of(1, None, dumps(["KeyboardInterrupt", ["x"], {}]))) is MQStoreError
+
+
+def test_value_of_another_class_is_refused_before_it_is_sent() -> None:
+    with pytest.raises(ConfigError, match="an argument must be RetryPolicy or NoneType, not 3"):
+        codec_of(RetryPolicy | None).write(3, [])
+    with pytest.raises(ConfigError, match="b'x' has another type than the method takes"):
+        dumps(b"x")
