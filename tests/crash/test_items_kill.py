@@ -145,7 +145,9 @@ class Work:
                 text = {"text": f"{first} %"} if kind == "progress" else {}
                 yield {"do": kind, "n": rng.choice(held), **delay, **text}
             elif kind == "cancel" and known:
-                yield {"do": kind, "n": rng.choice(known[-12:])}
+                now_ms, items = self.model.now_ms, self.model.items
+                just = [n for n in known if now_ms - 1_000 < items[n].due_ms <= now_ms]  # the timer may not know yet
+                yield {"do": kind, "n": rng.choice(just or known[-12:])}
             elif kind == "purge":
                 yield {"do": kind, "state": rng.choice((None, "ready", "leased", "retry", "delayed", "dead", "dead"))}
             elif kind == "advance":
