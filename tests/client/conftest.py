@@ -72,6 +72,7 @@ _HERE_ONLY = {
     "test_get_and_ack_of_items_that_were_read_ahead_need_no_thread": _AT_ONCE,
     "test_handlers_that_run_hold_no_thread": _THREADS,
     "test_hanging_handler_is_void_and_the_rest_is_settled": _THREADS,
+    "test_items_are_those_of_the_model": _LEASES,
     "test_it_is_a_member_from_its_first_receive_to_its_end": _LISTENERS,
     "test_join_does_not_wait_for_ever_for_a_delayed_item_that_never_comes": _LOG,
     "test_kill_brings_again_exactly_what_was_not_committed": _NOTES,
@@ -88,7 +89,8 @@ _HERE_ONLY = {
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     name = metafunc.module.__name__.rpartition(".test_")[2]
-    if name in _CONNECTED or (ALL and name not in _NOT_CONNECTED):
+    # Files with tests by each door run behind a server by themselves.
+    if name in _CONNECTED or (ALL and name not in _NOT_CONNECTED and not hasattr(metafunc.module, "DOORS")):
         why = _HERE_ONLY.get(metafunc.function.__name__)
         pipe = pytest.param("connect", marks=pytest.mark.skip(reason=why) if why else ())
         metafunc.parametrize("_broker_at", ["here", pipe], indirect=True)
