@@ -151,7 +151,7 @@ class Work:
             elif kind == "purge":
                 yield {"do": kind, "state": rng.choice((None, "ready", "leased", "retry", "delayed", "dead", "dead"))}
             elif kind == "advance":
-                yield {"do": kind, "seconds": rng.choice((0.5, 2, 2, 7, 21))}
+                yield {"do": kind, "seconds": rng.choice((0.5, 1, 1, 2, 7, 21))}
             else:
                 yield {"do": "look" if kind == "look" else "get"}
 
