@@ -15,7 +15,7 @@ import click
 from mqstore import Message, QueueRef
 from mqstore.admin import Search, inspect_file
 from mqstore.engine import Finding, StoreFiles
-from mqstore.errors import InvalidMessageError, OffsetOutOfRangeError, TopicNotFoundError
+from mqstore.errors import InvalidMessageError, MissingFileError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore_tools.multi_store import FILTERS, from_option, search_of, until_option, where_option, with_options
 from mqstore_tools.render import (
     body_bytes_option,
@@ -140,7 +140,12 @@ def get(
     search.limit = max_messages = last or max_messages or (_FOUND if searches or message_id else 1)
 
     def show_hex(place: int) -> bool:
-        return print_items(inspect_file(directory, offset=place, limit=1), json_output=json_output)
+        try:
+            found = inspect_file(directory, offset=place, limit=1)
+        except (OffsetOutOfRangeError, MissingFileError) as error:  # perhaps a writer has just deleted its segment
+            note(str(error))
+            return False
+        return print_items(found, json_output=json_output)
 
     def show(message: Message) -> bool:
         if in_hex:

@@ -113,8 +113,11 @@ def inspect_file(
     if place.is_dir():
         if offset is None:
             raise ConfigError(f"{place} is a directory: give a file in it, or the physical offset of a record")
-        names = [name for name in QUIET.scandir(place / "commitlog") if (_start(name) or 0) <= offset]
-        place = place / "commitlog" / max((name for name in names if _start(name) is not None), default="")
+        starts = {_start(name): name for name in QUIET.scandir(place / "commitlog")}
+        before = [start for start in starts if start is not None and start <= offset]
+        if not before:
+            raise OffsetOutOfRangeError(f"{place} has no segment with physical offset {offset}", 0, 0)
+        place = place / "commitlog" / starts[max(before)]
     with QUIET.opened(place, os.O_RDONLY) as fd:
         file = _File(place, fd)
         kind = kind or _kind(file)

@@ -206,9 +206,14 @@ class Search:
         return merge(*walks, key=lambda item: -1 if isinstance(item, Finding) else item.physical_offset)
 
     def _by_log(self, store: ReadOnlyMessageStore) -> Iterator[Message | Finding]:
-        verifier = store.verifier()
-        first = _place_at(store, self._low, verifier.front) if self._by_time[0] else verifier.front
-        stop = _place_at(store, self._high, first) if self._by_time[1] else store.log_files.end
+        while True:
+            verifier = store.verifier()
+            try:
+                first = _place_at(store, self._low, verifier.front) if self._by_time[0] else verifier.front
+                stop = _place_at(store, self._high, first) if self._by_time[1] else store.log_files.end
+                break
+            except FileNotFoundError:  # a writer has just deleted the first segments
+                store.news.list_again()
         if stop < store.log_files.end:
             verifier = store.verifier(until=stop)
         if not self._by_time[0]:
