@@ -35,8 +35,7 @@ def get_any(queues: Iterable[Queue[T]], timeout: Duration | None = None) -> Task
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
     ...     high, low = store.queue("high"), store.queue("low")
-    ...     low.put(b"newsletter")
-    ...     high.put(b"password reset")
+    ...     receipts = low.put(b"newsletter"), high.put(b"password reset")
     ...     [mqstore.get_any([high, low], timeout=1).value for _ in range(2)]
     [b'password reset', b'newsletter']
     """

@@ -156,7 +156,7 @@ def test_an_ordered_queue_refuses_priorities(bench: Bench) -> None:
     queue = bench.queue(ordered=True)
     queue.put("a", priority=0)
     for put in (queue.put, queue.put_many):
-        with pytest.raises(ConfigError, match="'jobs' is that of an ordered queue"):
+        with pytest.raises(ConfigError, match="queue 'jobs' is ordered"):
             put("b", priority=1)
     assert taken(queue) == [("a", 1)]
 

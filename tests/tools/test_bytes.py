@@ -175,8 +175,8 @@ def test_damaged_field_says_the_problem(store: Path, name: str) -> None:
     kind, position, field, text = DAMAGE[name]
     flip(store / FILES[kind], position, 7)
 
-    found = items(store / FILES[kind], "--limit", 30, exit_code=1)
-    shown = mqstore("inspect", "--file", store / FILES[kind], "--limit", 30, exit_code=1)
+    found = items(store / FILES[kind], "--limit", 2000, exit_code=1)
+    shown = mqstore("inspect", "--file", store / FILES[kind], "--limit", 2000, exit_code=1)
 
     [bad, *_] = [item for item in found if item["problem"]]
     assert text in bad["problem"]

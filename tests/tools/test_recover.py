@@ -237,9 +237,10 @@ def test_store_without_consumed_messages_is_usable(tmp_path: Path, path: Path) -
     assert mqstore("recover", path).exit_code == 1
     before = snapshot(path)
 
-    for words in looking(path, tmp_path / "copy").values():
+    for name, words in looking(path, tmp_path / "copy").items():
         result = mqstore(*words)
-        assert (result.exit_code in (0, 1), "for reading" in result.stderr) == (True, False), result.output
+        codes = (2,) if name.startswith("queue") else (0, 1)  # nobody has opened the topic as a queue
+        assert (result.exit_code in codes, "for reading" in result.stderr) == (True, False), result.output
     [lag] = mqstore_json("lag", path)["groups"]
 
     assert snapshot(path) == before

@@ -6,7 +6,7 @@ import json
 import os
 import pty
 import re
-import select
+import selectors
 import signal
 import struct
 import sys
@@ -210,14 +210,15 @@ def on_terminal(*words: object, rows: int = 24) -> Iterator[tuple[int, int, Call
             code = int(error.code or 0)
         os._exit(code)
 
-    seen = ""
+    seen, terminal = "", selectors.DefaultSelector()
+    terminal.register(ours, selectors.EVENT_READ)
 
     def shown(text: str) -> str:
         nonlocal seen
         end = time.monotonic() + 20
         while not (found := re.search(text, seen)):
             assert time.monotonic() < end, seen
-            if select.select([ours], [], [], 0.2)[0]:
+            if terminal.select(0.2):
                 seen += re.sub("\x1b\\[[0-9;]*m", "", os.read(ours, 1 << 16).decode())
         page, seen = seen[: found.end()], seen[found.end() :]
         return page

@@ -7,7 +7,7 @@ ends the command, so that scripts notice it. On a terminal only the first one do
 from __future__ import annotations
 
 import os
-import select
+import selectors
 import signal
 import sys
 import termios
@@ -87,11 +87,13 @@ def _keys() -> Iterator[Callable[[float], str]]:
         fd = sys.stdin.fileno()
         mode = termios.tcgetattr(fd)
     except (termios.error, OSError, ValueError):  # not a terminal, or closed
-        yield lambda seconds: "".join(map(str, select.select([], [], [], seconds)[0]))
+        yield lambda seconds: (time.sleep(seconds), "")[1]  # type: ignore[func-returns-value]
         return
+    keyboard = selectors.DefaultSelector()  # not `select`, which takes no descriptor above 1,023
+    keyboard.register(fd, selectors.EVENT_READ)
 
     def read(seconds: float) -> str:
-        ready = select.select([fd], [], [], seconds)[0]
+        ready = keyboard.select(seconds)
         keys = (os.read(fd, 64).decode(errors="replace") or "q") if ready else ""
         return "" if keys[1:] and keys[0] == "\x1b" else keys  # an arrow, for example
 
@@ -100,5 +102,6 @@ def _keys() -> Iterator[Callable[[float], str]]:
         tty.setcbreak(fd)
         yield read
     finally:
+        keyboard.close()
         termios.tcsetattr(fd, termios.TCSADRAIN, mode)
         signal.signal(signal.SIGTERM, ended)

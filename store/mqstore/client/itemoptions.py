@@ -24,8 +24,8 @@ class ItemOptions(TypedDict, total=False):
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
     ...     queue = store.queue("jobs", codec=mqstore.TEXT)
     ...     receipt = queue.put("pack", **options)
-    ...     task = queue.get()
-    ...     task.message.keys, task.message.tag, task.message.properties, task.message.unique_key == receipt.id
+    ...     message = queue.get().message
+    ...     message.keys, message.tag, dict(message.properties), message.unique_key == receipt.id
     (('order-7',), 'express', {'by': 'web'}, True)
     """
 

@@ -211,9 +211,11 @@ class TopicTable(ConfigTable):
     def _find(self, name: str) -> TopicConfig | None:
         known = self._known  # first, so that the result of an outdated look-up is added to the old dict
         config = known.get(name) or self._found(name)
-        if config is not None:
-            known[name] = config
-        return config
+        if config is None:
+            return None
+        known[name] = config
+        # A topic may have been created, and got its first messages, since the first line.
+        return config if known is self._known else self._find(name)
 
     def _found(self, name: str) -> TopicConfig | None:
         """Return the configuration of a topic without an entry, by its queues, or None."""
