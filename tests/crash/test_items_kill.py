@@ -534,7 +534,7 @@ def test_killed_queue_is_as_the_model(tmp_path: Path, monkeypatch: pytest.Monkey
         loose += sum(item.loose for item in model.items.values())
     drain(tmp_path / "store", model)
 
-    assert loose <= model.steps["put"] / 4
+    assert loose <= model.steps["put"] / 2  # the model still decides most
     assert set(model.steps) == {"open", *_KINDS}
     with open_in("r", tmp_path / "store") as store:
         assert list(store.verify()) == []
