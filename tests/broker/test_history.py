@@ -1,0 +1,492 @@
+"""Histories of messages: each event has its time and reason, whatever happens to a message, and gaps are named."""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mqstore
+from mqstore import RetryPolicy, SimulatedClock, Store, StoreConfig
+from mqstore.admin import cut_messages
+from mqstore.jobs import trace
+from tests.broker.cutsupport import cut_from, make
+from tests.log.support import kill
+
+T0 = 1_700_000_000_000
+BY_PROCESS, BY_CLIENT = "in the store's process", "by a client"
+LATE = "not settled in time"
+LISTED = "dispatched to its queue and the index"
+Told = tuple[Any, ...]
+"""(seconds since T0, event, seconds since T0 until then, reason)"""
+
+
+class World:
+    """A store with time by hand, a topic `t` and a group `g`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.clock = path, SimulatedClock(T0)
+        self.open()
+        self.store.broker.topics.create("t", queues=1)
+        self.store.broker.groups.create("g", retry_policy=RetryPolicy(3, [30]))
+
+    def open(self, **options: Any) -> None:
+        config = StoreConfig(clock=self.clock, segment_bytes=1 << 16, index_slots=64, index_entries=1024, **options)
+        self.store: Store = mqstore.open(self.path, config=config)
+
+    def put(self, **options: Any) -> Any:
+        return self.store.put("t", b"x", keys="k", **options)
+
+    def pop(self, **options: Any) -> str:
+        [delivery] = self.store.broker.pop("g", "t", **options)
+        return str(delivery.receipt)
+
+    def later(self, seconds: float) -> None:
+        self.clock.advance(round(seconds * 1000))
+        self.store.broker.run_once()
+
+    def told(self, what: str = "k") -> list[Told]:
+        [history] = trace(self.path, what, ["g"]).messages
+        return [
+            (_s(event.at_ms), event.event, _s(event.until_ms), event.reason) if event.until_ms else
+            (_s(event.at_ms), event.event, event.reason)
+            for event in history.events
+        ]  # fmt: skip
+
+    def state(self, what: str = "k") -> str:
+        [history] = trace(self.path, what, ["g"]).messages
+        return history.groups[0].state
+
+
+def _s(at_ms: int | None) -> float | None:
+    return None if at_ms is None else (at_ms - T0) / 1000
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Any:
+    made = World(tmp_path / "s")
+    yield made
+    made.store.close()
+
+
+def _acked(world: World) -> None:
+    world.put()
+    receipt = world.pop(local=False)
+    world.later(5)
+    world.store.broker.ack("g", "t", [receipt])
+
+
+def _failed(world: World) -> None:
+    world.put()
+    world.later(2)
+    world.store.broker.nack("g", "t", world.pop(), error="KeyError: 'id'")
+    world.later(40)
+
+
+def _failed_and_popped(world: World) -> None:
+    world.put()
+    world.later(2)
+    world.store.broker.nack("g", "t", world.pop(), 0, error="KeyError: 'id'")
+    world.later(1)
+    world.pop(local=False)
+
+
+def _expired(world: World) -> None:
+    world.put()
+    world.pop(invisible=10)
+    world.later(25)
+
+
+def _renewed(world: World) -> None:
+    world.put()
+    receipt = world.pop(local=False)
+    for _ in range(3):
+        world.later(20)
+        world.store.broker.renew("g", "t", receipt, 60)
+    world.store.broker.ack("g", "t", [receipt])
+
+
+def _released(world: World) -> None:
+    world.put()
+    world.store.broker.release("g", "t", [world.pop()])
+    world.later(1)
+    world.store.broker.release("g", "t", [world.pop()], delay=7)
+    world.later(20)
+
+
+def _rejected(world: World) -> None:
+    world.put()
+    receipt = world.pop()
+    world.later(1)
+    world.store.broker.dead_letter("g", "t", receipt, "no such address")
+
+
+def _last_attempt(world: World) -> None:
+    world.store.broker.groups.alter("g", retry_policy=RetryPolicy(1, [1]))
+    world.put()
+    world.store.broker.nack("g", "t", world.pop(), error="ValueError: no")
+
+
+def _last_expires(world: World) -> None:
+    world.store.broker.groups.alter("g", retry_policy=RetryPolicy(1, [1]))
+    world.put()
+    world.pop(invisible=10)
+    world.later(10)
+
+
+def _killed(world: World) -> None:
+    world.put()
+    world.pop(invisible=3600)
+    world.clock.advance(5000)
+    kill(world.store.log)
+    world.open()
+    world.store.broker.run_once()
+
+
+def _closed(world: World) -> None:
+    world.put()
+    world.pop(invisible=10)
+    world.store.close()
+    world.clock.advance(500_000)
+    world.open()
+    world.store.broker.run_once()
+
+
+def _in_order(world: World) -> None:
+    world.put()
+    world.pop(order=True, invisible=10)
+    world.later(15)
+    world.store.broker.nack("g", "t", world.pop(order=True), 5, error="KeyError: 'id'")
+    world.later(5)
+    world.store.broker.ack("g", "t", [world.pop(order=True)])
+
+
+def _in_order_killed(world: World) -> None:
+    world.put()
+    world.pop(order=True)
+    world.later(5)
+    kill(world.store.log)
+    world.open()
+    world.pop(order=True)
+
+
+def _reset(world: World) -> None:
+    world.put()
+    world.store.broker.ack("g", "t", [world.pop(local=False)])
+    world.later(3)
+    world.store.broker.reset("g", "t", None, "earliest")
+    world.later(1)
+    world.pop(local=False)
+
+
+def _by_offset(world: World) -> None:
+    world.put()
+    [message] = world.store.read("t", 0, 0)
+    world.later(1)
+    world.store.broker.send_back("g", message.physical_offset, delay=4, reason="ValueError: \x1b[31m no")
+    for _ in range(6):
+        world.later(1)
+
+
+def _delayed(world: World) -> None:
+    world.put(delay=50)
+
+
+def _recalled(world: World) -> None:
+    receipt = world.put(delay=50)
+    world.later(1)
+    world.store.broker.recall(receipt.recall_handle)
+
+
+def _rolled_back(world: World) -> None:
+    properties = {"KEYS": "k", "UNIQ_KEY": "U" * 32}
+    handle = world.store.broker.transactions.prepare("t", b"x", properties, producer_group="p", queue_id=0)
+    world.later(2)
+    world.store.broker.transactions.end(handle, "rollback")
+
+
+def _committed(world: World) -> None:
+    properties = {"KEYS": "k", "UNIQ_KEY": "U" * 32}
+    handle = world.store.broker.transactions.prepare("t", b"x", properties, producer_group="p", queue_id=0)
+    world.later(2)
+    world.store.broker.transactions.end(handle, "commit")
+    world.later(4)
+
+
+STORED = (0, "stored", LISTED)
+LIVES: dict[Callable[[World], None], tuple[list[Told], str]] = {
+    _acked: ([STORED, (0, "delivered", 60, BY_CLIENT), (5, "acknowledged", "")], "done"),
+    _failed: ([STORED, (2, "delivered", 62, BY_PROCESS), (2, "failed", 32, "KeyError: 'id'"),
+               (42, "retry", "")], "ready"),
+    _failed_and_popped: ([STORED, (2, "delivered", 62, BY_PROCESS), (2, "failed", 2, "KeyError: 'id'"),
+                          (3, "retry", ""), (3, "delivered", 63, BY_CLIENT)], "leased"),
+    _expired: ([STORED, (0, "delivered", 10, BY_PROCESS), (10, "lease ended", LATE), (25, "retry", "")], "ready"),
+    _renewed: ([STORED, (0, "delivered", 60, BY_CLIENT), (60, "extended", 120, ""), (60, "acknowledged", "")], "done"),
+    _released: ([STORED, (0, "delivered", 60, BY_PROCESS), (0, "released", ""), (1, "delivered", 61, BY_PROCESS),
+                 (1, "released", 8, "")], "ready"),
+    _rejected: ([STORED, (0, "delivered", 60, BY_PROCESS), (1, "dead letter", "no such address")], "dead"),
+    _last_attempt: ([STORED, (0, "delivered", 60, BY_PROCESS),
+                     (0, "dead letter", "attempt 1 of 1 failed: ValueError: no")], "dead"),
+    _last_expires: ([STORED, (0, "delivered", 10, BY_PROCESS), (10, "lease ended", LATE),
+                     (10, "dead letter", "attempt 1 of 1 ended without acknowledgement")], "dead"),
+    _killed: ([STORED, (0, "delivered", 3600, BY_PROCESS), (5, "process ended", "the store was reopened"),
+               (5, "retry", "")], "ready"),
+    _closed: ([STORED, (0, "delivered", 10, BY_PROCESS), (500, "process ended", "the store was reopened"),
+               (500, "retry", "")], "ready"),
+    _in_order: ([STORED, (0, "delivered", 10, BY_PROCESS), (10, "lease ended", LATE),
+                 (15, "delivered", 75, BY_PROCESS), (15, "failed", 20, "KeyError: 'id'"),
+                 (20, "delivered", 80, BY_PROCESS), (20, "acknowledged", "then or before")], "done"),
+    _in_order_killed: ([STORED, (0, "delivered", 60, BY_PROCESS), (5, "process ended", "the store was reopened"),
+                        (5, "delivered", 65, BY_PROCESS)], "ready"),
+    _reset: ([STORED, (0, "delivered", 60, BY_CLIENT), (0, "acknowledged", ""),
+              (3, "reset", "the group was set to offset 0"), (4, "delivered", 64, BY_CLIENT)], "leased"),
+    _by_offset: ([STORED, (1, "delayed", 5, "ValueError:  [31m no"), (5, "retry", "ValueError:  [31m no")], "ready"),
+    _delayed: ([(0, "delayed", 50, LISTED)], "delayed"),
+    _recalled: ([(0, "delayed", 50, "recalled"), (1, "recall", LISTED)], "not started"),
+    _rolled_back: ([(0, "prepared", "committed or rolled back")], "not started"),
+    _committed: ([(0, "prepared", "committed or rolled back"), (2, "stored", LISTED)], "not started"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["beside the writer", "closed"])
+@pytest.mark.parametrize("happens", LIVES, ids=lambda happens: happens.__name__[1:])
+def test_events_have_their_time_and_reason(world: World, happens: Callable[[World], None], beside: bool) -> None:
+    happens(world)
+    world.later(0)
+    if not beside:
+        world.store.close()
+
+    events, state = LIVES[happens]
+    assert world.told() == events
+    assert world.state() == state
+
+
+# -- items of queues, and what finds them ------------------------------------------------------------------------------
+
+
+def test_items_of_a_queue_are_found_by_id_name_and_place(world: World) -> None:
+    queue = world.store.queue("jobs", retry=RetryPolicy(3, [1]))
+    plain, named = queue.put(b"plain"), queue.put(b"named", key="o-1", unique="report 7")
+    with pytest.raises(KeyError), queue.get():
+        raise KeyError("id")
+    world.later(2)
+    world.store.close()
+    happened = ["stored", "delivered", "failed", "retry"]
+    for what in (plain.id, "jobs/0@0", str(plain.physical_offset), "%RETRY%jobs+jobs/0@0"):
+        [history] = trace(world.path, what).messages
+        assert [event.event for event in history.events] == happened, what
+        assert [(each.group, each.state, each.attempt) for each in history.groups] == [("jobs", "ready", 2)], what
+    for what in (named.id, "o-1", "report 7", "jobs/0@1"):
+        [history] = trace(world.path, what).messages
+        assert (history.unique_key, [event.event for event in history.events]) == (named.id, ["stored"]), what
+
+
+def test_items_that_nobody_gets_are_cancelled_or_expired(world: World) -> None:
+    queue = world.store.queue("jobs")
+    cancelled, expired = queue.put(b"a", key="a"), queue.put(b"b", key="b", expires=5)
+    world.later(1)
+    assert queue.cancel(cancelled)
+    world.later(9)
+    assert queue.qsize() <= 1
+    with pytest.raises(mqstore.QueueEmpty):
+        queue.get(block=False)
+    world.later(0)
+
+    for receipt, event in ((cancelled, (1, "cancelled", "")), (expired, (10, "expired", ""))):
+        [history] = trace(world.path, receipt.id).messages
+        assert [(_s(each.at_ms), each.event, each.reason) for each in history.events[1:]] == [event]
+        assert history.groups[0].state == "done"
+
+
+def test_key_of_many_messages_shows_the_newest(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mqstore.broker.admin.history._MESSAGES", 3)
+    receipts = [world.put() for _ in range(5)]
+    world.later(0)
+
+    found = trace(world.path, "k")
+
+    assert [history.unique_key for history in found.messages] == [each.id for each in receipts[2:]]
+    assert found.missed == ("2 older messages that have it, too: give an id",)
+
+
+def test_only_asked_groups_are_shown(world: World) -> None:
+    world.put()
+    for group in ("g", "h"):
+        world.store.broker.pop(group, "t")
+    world.later(0)
+
+    [history] = trace(world.path, "k", ["h"]).messages
+
+    assert {event.group for event in history.events} == {None, "h"}
+    assert [(each.group, each.state) for each in history.groups] == [("h", "leased")]
+
+
+@pytest.mark.parametrize("order", [False, True])
+def test_client_of_a_server_that_fails_is_named(world: World, order: bool) -> None:
+    world.put()
+    for seconds in (0, 100):
+        world.later(seconds)
+        found = world.store.broker.pop("g", "t", local=False, order=order)
+        world.store.broker.items.note_holder("g", found, "worker-7")
+        if not seconds:
+            world.store.broker.nack("g", "t", found[0].receipt, 1, error="busy")
+    world.later(100)
+    world.later(0)
+
+    [history] = trace(world.path, "k").messages
+    named = [(event.event, event.holder) for event in history.events if event.holder]
+    assert named == [("failed", "worker-7"), *[("lease ended", "worker-7")] * (not order)]
+
+
+@pytest.mark.parametrize("order", [False, True])
+def test_handler_that_was_running_at_a_kill_has_failed(world: World, order: bool) -> None:
+    """A push consumer had one message in its handler, and had only fetched the other."""
+    receipts = [world.store.put("t", b"x", keys=key) for key in ("running", "fetched")]
+    world.store.broker.pop("g", "t", 2, order=order)
+    folder = world.path / "config" / "begun"
+    folder.mkdir(exist_ok=True)
+    head = json.dumps({"group": "g", "workers": 1, "cells": 3}).encode()
+    (folder / "0").write_bytes(head.ljust(512, b"\0") + struct.pack("<3q", receipts[0].physical_offset, -1, -1))
+    world.clock.advance(5000)
+    kill(world.store.log)
+    world.open()
+    world.later(0)
+    world.store.broker.pop("g", "t", 2, order=order)
+    world.later(0)
+
+    told = {
+        key: [each for each in world.told(key) if each[1] in ("failed", "released")] for key in ("running", "fetched")
+    }
+    assert told["running"] == [(5, "failed", 5, "the process ended while it was handled")]
+    assert told["fetched"] == [(5, "released", "the store was reopened")]
+    [running, fetched] = [trace(world.path, key).messages[0].events for key in ("running", "fetched")]
+    assert [event.attempt for event in running if event.event == "delivered"] == [1, 2]
+    assert [event.attempt for event in fetched if event.event == "delivered"] == [1, 1]
+
+
+# -- records that repeat, or are missing -------------------------------------------------------------------------------
+
+
+def test_folding_and_compaction_repeat_no_event(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mqstore.broker.pop.compaction._REPLAY_RECORDS", 4)
+    world.put()
+    world.store.broker.nack("g", "t", world.pop(), 3000, error="busy")
+    world.store.broker.pop("g", "t", order=False)
+    for number in range(20):
+        world.store.put("t", b"other", keys=f"o-{number}")
+        world.later(5)
+        world.store.broker.ack("g", "t", [world.pop(local=False)])
+    assert world.store.offsets("rmq_sys_pop_log", 0)[1] > 20
+
+    assert world.told() == [STORED, (0, "delivered", 60, BY_PROCESS), (0, "failed", 3000, "busy")]
+    assert world.state() == "retry"
+
+
+def test_compaction_repeats_no_cancellation(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mqstore.broker.pop.compaction._REPLAY_RECORDS", 4)
+    queue = world.store.queue("jobs")
+    queue.put(b"held")
+    receipt = queue.put(b"cancelled")
+    queue.get()
+    assert queue.cancel(receipt)
+    for _ in range(20):
+        world.put()
+        world.later(5)
+        world.store.broker.ack("g", "t", [world.pop(local=False)])
+    records = [bytes(each.body) for each in world.store.iter("rmq_sys_pop_log") if each.tag == "skp"]
+    assert len(records) > 1
+
+    [history] = trace(world.path, receipt.id).messages
+    assert [event.event for event in history.events] == ["stored", "cancelled"]
+
+
+def test_deleted_first_copy_is_named(world: World) -> None:
+    receipt = world.put(unique_key="U" * 32)
+    world.store.put("t", bytes(65_000))
+    for _ in range(2):
+        for delivery in world.store.broker.pop("g", "t", 2):
+            world.store.broker.nack("g", "t", delivery.receipt, 0)
+        world.later(1)
+    world.store.close()
+    first, *_ = sorted((world.path / "commitlog").iterdir())
+    first.unlink()
+
+    found = trace(world.path, receipt.id)
+
+    assert [event.event for event in found.messages[0].events][:2] == ["retry", "delivered"]
+    assert found.missed == (f"events of {receipt.id} before %RETRY%g+t: retention has deleted the records",)
+
+
+def test_hostile_records_of_deliveries_are_passed_over(world: World) -> None:
+    world.put()
+    world.later(0)
+    for tag, body in (
+        ("ck", b'{"t":"t","c":"g","q":0,"so":0,"pt":1e99,"it":1,"d":[0],"nx":1}'),
+        ("ck", b'{"t":"t","c":["g"],"q":0,"so":0,"pt":5,"it":1,"d":[0],"nx":1}'),
+        ("ck", b'{"t":"t","c":"g","q":0,"so":0,"pt":"5","it":[],"d":{},"nx":1}'),
+        ("ack", b'{"k":[0],"o":5}'),
+        ("skp", b'{"t":"t","c":"g","q":0,"o":7}'),
+        ("rst", b'{"t":"t","c":"g","q":0,"o":"x"}'),
+        ("chg", b'{"k":0,"o":0,"pt":{},"it":0}'),
+        ("rev", b"t not json"),
+    ):
+        world.store.log.append("rmq_sys_pop_log", 0, body, properties={"TAGS": tag})
+    world.later(0)
+
+    assert world.told() == [STORED]
+
+
+def test_cut_messages_are_found_with_the_time_of_the_cut(tmp_path: Path) -> None:
+    receipts = make(tmp_path)
+    cut_from(tmp_path, receipts[20])
+    [(file, _), *_] = cut_messages(tmp_path)
+
+    found = trace(tmp_path, receipts[25].id)
+
+    cut_ms = int(file.name.rpartition("-")[2].partition(".")[0])
+    events = [(event.at_ms, event.event) for history in found.messages for event in history.events]
+    assert (cut_ms, "cut") in events
+    assert {event for _, event in events} == {"stored", "cut"}
+
+
+# -- the log of the program --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [False, True])
+def test_expired_leases_are_logged_once_in_a_while(world: World, caplog: pytest.LogCaptureFixture, order: bool) -> None:
+    caplog.set_level(logging.INFO, "mqstore")
+    for _ in range(3):
+        world.put()
+    for _ in range(2):
+        assert len(world.store.broker.pop("g", "t", 3, order=order, invisible=5)) == 3
+        world.later(5)
+    if order:
+        world.store.broker.pop("g", "t", 3, order=True)
+    lines = [each.getMessage() for each in caplog.records if "in time" in each.getMessage()]
+    assert lines[0].startswith("group g did not settle message 0 of t/0 in time, and gets it again")
+    assert len(lines) == 1
+
+
+def test_failed_and_released_deliveries_are_not_logged_as_expired(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mqstore")
+    _failed(world)
+    _released(world)
+    world.store.close()
+    world.open()
+    world.store.broker.run_once()
+    assert "in time" not in caplog.text
+
+
+def test_delivery_in_order_that_a_kill_ended_is_not_logged_as_expired(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mqstore")
+    _in_order_killed(world)
+    assert "in time" not in caplog.text
