@@ -68,5 +68,5 @@ def test_first_item(ask: Ask, unit: str, goal: float) -> None:
     ask.answer("", unit, ours, goal)
     for name in peers[1:]:
         theirs = [each[name] for each in rounds]
-        note = f"{statistics.median(ours):.3g} beside {statistics.median(theirs):.3g} {unit}"
+        note = f"{statistics.median(ours):.3g} against {statistics.median(theirs):.3g} {unit}"
         ask.answer(name, "x time", [our / their for our, their in zip(ours, theirs, strict=True)], None, note)

@@ -50,7 +50,7 @@ def put_in_turn(directory: Path, load: Load, *, queues: int) -> Iterator[Work]:
 
 
 def test_put_rocketmq(ask: Ask) -> None:
-    """`store.put` in profile rocketmq into 3,000 queues, beside a put in profile mqstore."""
+    """`store.put` in profile rocketmq into 3,000 queues, compared with a put in profile mqstore."""
     ask(Side("mqstore put, 3,000 queues", partial(put_in_turn, queues=3000)), Load(128, 200_000), {PUT: 0.6})
 
 
@@ -327,7 +327,7 @@ def verify(directory: Path, load: Load, *, queues: int) -> Iterator[Work]:
 
 @pytest.mark.benchmark(timer=time.process_time)
 def test_verify_queues(ask: Ask) -> None:
-    """The time of `verify` with 3,000 queues, beside 4."""
+    """The time of `verify` with 3,000 queues, compared with 4."""
     few = Side("4 queues", partial(verify, queues=4))
     ask(Side("mqstore verify", partial(verify, queues=3000)), Load(128, 600_000), {few: 1.5}, by="time")
 

@@ -243,7 +243,7 @@ def travelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def told(found: Any) -> list[list[tuple[str, str]]]:
-    return [[(event.event, event.topic) for event in life.events] for life in found.messages]
+    return [[(event.event, event.topic) for event in history.events] for history in found.messages]
 
 
 JOURNEY = [
@@ -301,7 +301,7 @@ def test_all_stores_are_searched(travelled: Path, tmp_path: Path) -> None:
 
     found = trace({"a": travelled, "b": other}, "k")
 
-    assert [life.store for life in found.messages] == ["a", "a", "b"]
+    assert [history.store for history in found.messages] == ["a", "a", "b"]
 
 
 def test_unknown_key_finds_nothing(travelled: Path) -> None:
@@ -320,7 +320,7 @@ def test_a_trace_of_a_store_that_lost_its_queues_reads_the_log(travelled: Path, 
     found = trace(tmp_path / "lost", "k")
 
     assert told(found) == [JOURNEY, WAITS]
-    assert {life.events[0].reason for life in found.messages} == {"not dispatched to its queue"}
+    assert {history.events[0].reason for history in found.messages} == {"not dispatched to its queue"}
 
 
 def test_keys_of_a_java_store_are_found_as_java_finds_them(golden: Golden) -> None:
@@ -329,7 +329,7 @@ def test_keys_of_a_java_store_are_found_as_java_finds_them(golden: Golden) -> No
         topics = opened.topics(system=True)
         places = {m.physical_offset: (m.topic, m.queue_id, m.offset) for topic in topics for m in opened.iter(topic)}
     for line in store.of("key")[:8]:
-        events = [event for life in trace(store.path, line["key"]).messages for event in life.events]
+        events = [event for history in trace(store.path, line["key"]).messages for event in history.events]
         found = {(event.topic, event.queue_id, event.queue_offset) for event in events}
         assert found >= {places[place] for place in line["physical_offsets"]}, line
 

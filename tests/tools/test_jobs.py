@@ -126,8 +126,8 @@ def test_a_trace_is_in_order_and_none_is_a_finding(store: Path) -> None:
     shown = mqstore(*call, "poison").stdout
     nothing = mqstore(*call, "nobody")
 
-    [life] = found["messages"]
-    assert [event["event"] for event in life["events"]] == ["stored", "delivered", "dead letter"]
+    [history] = found["messages"]
+    assert [event["event"] for event in history["events"]] == ["stored", "delivered", "dead letter"]
     assert "no such thing" in shown
     assert (nothing.exit_code, "no message has the key nobody" in nothing.stderr) == (1, True)
     assert mqstore(*call, " ").exit_code == 2

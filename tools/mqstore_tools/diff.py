@@ -26,7 +26,7 @@ Examples:
 @click.argument("a", type=_FOLDER)
 @click.argument("b", type=_FOLDER)
 @click.option("--topic", help="Only the messages, committed offsets and settings of this topic.")
-@click.option("--limit", type=click.IntRange(1), default=100, show_default=True, help="List at most so many.")
+@click.option("--limit", type=click.IntRange(1), default=100, show_default=True, help="Limit of listed differences.")
 @json_option
 @click.pass_context
 def diff(ctx: click.Context, a: Path, b: Path, topic: str | None, limit: int, json_output: bool) -> None:

@@ -33,7 +33,7 @@ Examples:
 @click.option(
     "--max-bytes", type=click.IntRange(0), metavar="N", help="Size of its retention, if it is not the default (1 GiB)."
 )
-@click.option("--limit", type=click.IntRange(1), default=30, show_default=True, help="Print at most so many topics.")
+@click.option("--limit", type=click.IntRange(1), default=30, show_default=True, help="Limit of printed topics.")
 @json_option
 @click.pass_context
 def du(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from importlib import metadata
 
 import click
 from click.shell_completion import get_completion_class
 
+import mqstore
 from mqstore_tools.concepts import TOPICS
 from mqstore_tools.render import print_json
 from mqstore_tools.shared import Context, StoreCommand, json_option
@@ -82,7 +82,7 @@ def page(root: click.Context, words: Iterable[str], *, man: bool) -> str:
     (ctx.command.format_help_text if name in TOPICS else ctx.command.format_help)(ctx, formatter)
     text = formatter.getvalue().strip("\n")
     title = "-".join(["mqstore", *name.split()])
-    head = f'.TH "{title.upper()}" "{7 if name in TOPICS else 1}" "" "mqstore {metadata.version("mqstore")}"'
+    head = f'.TH "{title.upper()}" "{7 if name in TOPICS else 1}" "" "mqstore {mqstore.__version__}"'
     about = _escaped(f"{title} - {ctx.command.get_short_help_str(80).rstrip('.')}")
     return f"{head}\n.SH NAME\n{about}\n{text}" if man else text
 

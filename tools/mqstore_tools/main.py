@@ -10,7 +10,6 @@ import io
 import logging
 import os
 import sys
-from importlib import metadata
 from itertools import takewhile
 from typing import Any
 
@@ -87,9 +86,10 @@ class _Commands(click.Group):
 
 def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted and not ctx.resilient_parsing:
+        import mqstore
         from mqstore.engine import compiled_parts
 
-        click.echo(f"mqstore, version {metadata.version('mqstore')} ({compiled_parts()})")
+        click.echo(f"mqstore, version {mqstore.__version__} ({compiled_parts()})")
         ctx.exit()
 
 

@@ -44,7 +44,7 @@ def trace(stores: tuple[str, ...], key: str, groups: tuple[str, ...], master: st
 
     with on_spark(master) as spark, progress("looking", of_bytes=False) as report:
         found = follow(stores, key, groups, spark=spark, progress=report).to_dict()
-    tables = [table for life in found["messages"] for table in _tables(life, several=len(stores) > 1)]
+    tables = [table for message in found["messages"] for table in _tables(message, several=len(stores) > 1)]
     show_tables(
         found, *tables, json_output=json_output, empty="" if tables else f"no message has the key {found['key']}"
     )
@@ -54,11 +54,11 @@ def trace(stores: tuple[str, ...], key: str, groups: tuple[str, ...], master: st
         click.get_current_context().exit(FINDINGS)
 
 
-def _tables(life: dict[str, Any], *, several: bool) -> list[tuple[str, tuple[str, ...], list[list[object]]]]:
-    facts = [f"tag={life['tag']}"] * (life["tag"] is not None) + [f"keys={' '.join(life['keys'])}"] * bool(life["keys"])
-    title = "  ".join(
-        [f"{life['store']}: {life['topic']}" if several else life["topic"], *facts, f"id={life['unique_key']}"]
-    )
+def _tables(message: dict[str, Any], *, several: bool) -> list[tuple[str, tuple[str, ...], list[list[object]]]]:
+    facts = [f"{message['store']}: {message['topic']}" if several else message["topic"]]
+    facts += [f"tag={message['tag']}"] if message["tag"] is not None else []
+    facts += [f"keys={' '.join(message['keys'])}"] if message["keys"] else []
+    facts.append(f"id={message['unique_key']}")
     events = [
         [
             when(row["at_ms"]),
@@ -66,10 +66,10 @@ def _tables(life: dict[str, Any], *, several: bool) -> list[tuple[str, tuple[str
             "{topic}/{queue_id}@{queue_offset}".format(**row),
             _details(row),
         ]
-        for row in life["events"]
+        for row in message["events"]
     ]
-    states = [["now", row["state"], row["group"], "", _details(row)] for row in life["groups"]]
-    return [(safe(title), ("time", "event", "group", "message", "details"), events + states)]
+    states = [["now", row["state"], row["group"], "", _details(row)] for row in message["groups"]]
+    return [(safe("  ".join(facts)), ("time", "event", "group", "message", "details"), events + states)]
 
 
 def _details(row: dict[str, Any]) -> str:

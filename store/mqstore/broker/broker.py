@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -185,7 +184,7 @@ class Broker(Closing, Sending, BrokerContract):
         self._metrics = Metrics(
             parts, reads=self._reads, pop=pop, delay=delay, timer=timer, transactions=self.transactions
         )
-        owner = f"{socket.gethostname()}@{os.getpid()}"
+        owner = f"{os.uname().nodename}@{os.getpid()}"
         self.items = NamedItems(parts, pop.tables, timer, delay.progress, self._metrics.waiting.of_topic, owner)
         # In this order they run. In the opposite order they are saved: offsets last, since the others change them.
         for name, mechanism in {**keepers, "retention": self._retention, "statistics": self._metrics}.items():

@@ -1,4 +1,4 @@
-"""Lives of the messages with a key, id or place, in one store or many (`mqstore.broker.admin.life`)."""
+"""Histories of the messages with a key, id or place, in one store or many (`mqstore.broker.admin.history`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Unpack
 
-from mqstore.broker.admin.life import Life, Lives
+from mqstore.broker.admin.history import Histories, History
 from mqstore.errors import ConfigError
 from mqstore.jobs.errors import of_store
 from mqstore.jobs.opening import StoreName
@@ -21,14 +21,14 @@ class Trace(Shaped):
     """Result of `trace`."""
 
     key: str
-    messages: tuple[Life, ...]
+    messages: tuple[History, ...]
     """Messages, by store and by the place of the first copy."""
     missed: tuple[str, ...]
     """Reasons why something may be missing."""
 
 
 def trace(stores: Stores | Selection, key: str, groups: Sequence[str] = (), **where: Unpack[Where]) -> Trace:
-    """Find the lives of the messages with a key, unique key, unique name, message id, or place: `topic/queue@offset`,
+    """Find the messages with a key, unique key, unique name, message id, or place: `topic/queue@offset`,
     or the physical offset of a record. `groups` are the only ones to show. Copies and events are those that the files
     still have: `missed` names the gaps.
 
@@ -40,11 +40,11 @@ def trace(stores: Stores | Selection, key: str, groups: Sequence[str] = (), **wh
     chosen = select(stores)
     check_followed(chosen)
     found = Runner(**where).run(chosen.stores(), partial(_look, key, groups), "mqstore trace")
-    lives, missed = [life for part, _ in found for life in part], [each for _, part in found for each in part]
-    return Trace(key, tuple(lives), tuple(dict.fromkeys(missed)))
+    histories, missed = [history for part, _ in found for history in part], [each for _, part in found for each in part]
+    return Trace(key, tuple(histories), tuple(dict.fromkeys(missed)))
 
 
-def _look(key: str, groups: Sequence[str], name: StoreName) -> tuple[list[Life], list[str]]:
+def _look(key: str, groups: Sequence[str], name: StoreName) -> tuple[list[History], list[str]]:
     with of_store(name.path), StoreFiles(name.path) as files:
-        lives = Lives(files, name.id, groups)
-        return lives.find(key), lives.missed
+        histories = Histories(files, name.id, groups)
+        return histories.find(key), histories.missed

@@ -16,12 +16,13 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
+from mqstore.broker.delay import timerfiles
 from mqstore.broker.delay.timercheck import decode_extension
 from mqstore.broker.delay.timerfiles import WHEEL_BYTES, TimerFilesDamaged, decode_unit
 from mqstore.broker.names import POP_LOG_TOPIC
 from mqstore.errors import ConfigError, FormatError, MQStoreError, OffsetOutOfRangeError
 from mqstore.files.readonly_fs import QUIET
-from mqstore.layout import checkpoint
+from mqstore.layout import checkpoint, consumequeue
 from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES, decode_host
 from mqstore.layout.indexfile import ENTRY_BYTES, HEADER_BYTES, SLOT_BYTES, slots_entries_from_length
 from mqstore.layout.jsontext import decode
@@ -402,10 +403,10 @@ _KINDS: Final[dict[str, Callable[[_File, int | None], Iterator[Item]]]] = {
     "commitlog": _log,
     "checkpoint": _checkpoint,
     "timercheck": _timer_check,
-    "timerlog": _equal("timer unit", 52, _check_timer_unit),
+    "timerlog": _equal("timer unit", timerfiles.UNIT_BYTES, _check_timer_unit),
     "index": _index,
-    "timerwheel": _equal("wheel slot", 32, _check_slot),
-    "consumequeue": _equal("unit", 20, _check_unit),
+    "timerwheel": _equal("wheel slot", timerfiles.SLOT_BYTES, _check_slot),
+    "consumequeue": _equal("unit", consumequeue.UNIT_BYTES, _check_unit),
 }
 """Readers by kind of file. A content of which no path tells the kind has the first one with the fewest problems."""
 

@@ -212,19 +212,19 @@ class _Carving:
         fits = (not index or self._ends[index - 1] <= start) and (
             index == len(self._starts) or stop <= self._starts[index]
         )
-        return fits and (self._segments < self._most() or self._is_begun(start // self._size, index))
+        return fits and (self._segments < self._most() or self._has_records(start // self._size, index))
 
     def _most(self) -> int:
         return _SPARE_SEGMENTS + 2 * sum(source.bytes for source in self._sources) // self._size
 
-    def _is_begun(self, segment: int, index: int) -> bool:
+    def _has_records(self, segment: int, index: int) -> bool:
         """Return True if a segment has a record next to this place in the list of ranges."""
         near = [*self._starts[index : index + 1], *(end - 1 for end in self._ends[max(0, index - 1) : index])]
         return any(each // self._size == segment for each in near)
 
     def _put(self, place: int, data: memoryview) -> None:
         stop, index = place + len(data), bisect_right(self._starts, place)
-        self._segments += not self._is_begun(place // self._size, index)
+        self._segments += not self._has_records(place // self._size, index)
         joins_before = bool(index) and self._ends[index - 1] == place
         joins_after = index < len(self._starts) and self._starts[index] == stop
         begin = index - joins_before

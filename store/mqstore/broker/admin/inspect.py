@@ -143,6 +143,11 @@ def delay_levels(tables: Tables) -> list[LevelView]:
     return views
 
 
+def level_offsets(tables: Tables) -> Callable[[], dict[int, tuple[int, int]]]:
+    """Return a function that reads (next offset, end) of each level in use at its first call."""
+    return cache(lambda: {view.level: (view.offset, view.end) for view in delay_levels(tables)})
+
+
 def _due_ms(store: StoreReader, level: int, offset: int) -> int | None:
     units = store.units(SCHEDULE_TOPIC, level - 1, offset, 1)
     if len(units) and int(units["tags_code"][0]) > 0:
@@ -324,8 +329,7 @@ def pop_view(tables: Tables, now_ms: int) -> PopView:
     mqstore has taken them over. Raises CorruptStoreError if `consumerOrderInfo.json` and its backup are damaged."""
     pop_tables = looked_pops(tables)
     timer = cache(lambda: timer_view(tables).topics)
-    levels = cache(lambda: {view.level: (view.offset, view.end) for view in delay_levels(tables)})
-    retries = WaitingRetries(tables.store, levels, lambda topic: timer()[java_hash(topic)])
+    retries = WaitingRetries(tables.store, level_offsets(tables), lambda topic: timer()[java_hash(topic)])
     view = PopView(retries=retries.count)
     for key, record in sorted(pop_tables.orders.records().items()):
         if tables.groups.get(key.group) is not None and record.offsets:

@@ -22,6 +22,7 @@ the last ones at `last_ms`. `held_bytes` would be deleted now if nothing needed 
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from bisect import bisect_left
 from collections import Counter
@@ -94,7 +95,7 @@ def disk_usage(
         files, queue_bytes, linked = _parts(root)
         result = {"path": os.fspath(root), "taken_ms": store.clock.now_ms(), **files}
         needed: dict[tuple[str, int], int] | None = None
-        front, tables = None, None
+        front = None
         try:
             tables = open_tables(store)
             needed = {(each.topic, each.queue_id): each.first for each in kept_for_consumers(tables)}
@@ -142,12 +143,12 @@ def _parts(root: Path) -> tuple[dict[str, Any], Counter[str], set[tuple[int, int
             queue_bytes[rest.partition(os.sep)[0]] += size
         if found.st_nlink > 1:
             linked.add((found.st_dev, found.st_ino))
-    disk = os.statvfs(root)
+    disk = shutil.disk_usage(root)
     files = {
         "writer_alive": writer_alive(root, QUIET),
         "bytes": sum(part["bytes"] for part in parts.values()),
-        "free_bytes": disk.f_bavail * disk.f_frsize,
-        "disk_bytes": disk.f_blocks * disk.f_frsize,
+        "free_bytes": disk.free,
+        "disk_bytes": disk.total,
         "parts": {name: {"files": part["files"], "bytes": part["bytes"]} for name, part in parts.items()},
     }
     return files, queue_bytes, linked

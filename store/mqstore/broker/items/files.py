@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from functools import cache
 
 import numpy as np
 
-from mqstore.broker.admin.inspect import delay_levels, looked_pops, timer_view
+from mqstore.broker.admin.inspect import level_offsets, looked_pops, timer_view
 from mqstore.broker.admin.metrics import WaitingRetries
 from mqstore.broker.context import Tables
 from mqstore.broker.delay.timermessages import cancellations
@@ -57,5 +56,5 @@ def items_of(tables: Tables, pops: PopTables | None = None) -> Items:
 
 def waiting_of(tables: Tables, timer: Callable[[str], int]) -> tuple[Levels, Callable[[str], int]]:
     """Return the delay levels by the files, and the number of messages that wait for a topic there or in the timer."""
-    levels = cache(lambda: {view.level: (view.offset, view.end) for view in delay_levels(tables)})
+    levels = level_offsets(tables)
     return levels, WaitingRetries(tables.store, levels, timer).of_topic

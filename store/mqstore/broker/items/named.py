@@ -26,7 +26,7 @@ from mqstore.layout.properties import REAL_TOPIC, TIMER_DEQUEUE_MS, TIMER_OUT_MS
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.writing.outgoing import Body, key_words
-from mqstore.options import Duration, milliseconds, waits_for_disk
+from mqstore.options import Duration, milliseconds
 from mqstore.signalsafe import Lock
 
 _ASKED = 8
@@ -78,9 +78,7 @@ class NamedItems(Purging):
                 receipt = self._parts.router.put(topic, body, queue_id=queue_id, **options)
             else:
                 receipt = _receipt(found)
-        # Also for the first one, whose put may still wait for the disk.
-        if waits_for_disk(given, self._parts.store.durability == "flush"):
-            self._parts.store.flush()
+        self._flush_if(given)  # also for the first one, whose put may still wait for the disk
         return receipt
 
     def by_key(self, group: str, topic: str, key: str) -> list[Item]:
@@ -116,8 +114,7 @@ class NamedItems(Purging):
                         if status is not None:
                             self._ways[order is not None].cancel(state, message.offset)
                             done = True
-        if self._parts.store.durability == "flush":
-            self._parts.store.flush()
+        self._flush_if(None)
         return done
 
     # -- messages with a key, the newest first ------------------------------------------------------------------------

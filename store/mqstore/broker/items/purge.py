@@ -24,6 +24,7 @@ from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.pop.unordered import UnorderedQueues
 from mqstore.broker.redelivery.dead_letters import DeadLetters
 from mqstore.errors import ConfigError
+from mqstore.options import Durability, waits_for_disk
 
 
 class Purging(Items):
@@ -63,9 +64,13 @@ class Purging(Items):
             count = self._timers.cancel_all(self._waiting_names(group, topic, state), begin)
             count += sum(self._purge(key, end, state) for key, end in ends.items())
         self._timers.persist()  # a kill would let the timer deliver again messages that were delivered and purged
-        if self._parts.store.durability == "flush":
-            self._parts.store.flush()
+        self._flush_if(None)
         return count
+
+    def _flush_if(self, durability: Durability | None) -> None:
+        """Flush the log if a call of this durability waits for the disk. None means the store's default."""
+        if waits_for_disk(durability, self._parts.store.durability == "flush"):
+            self._parts.store.flush()
 
     def _purge(self, key: QueueKey, end: int, wanted: State | None) -> int:
         """Remove the items of one queue before `end`."""

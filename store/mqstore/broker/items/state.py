@@ -92,8 +92,8 @@ class Status(NamedTuple):
     def item(self, message: Message) -> Item:
         retries = self.state == "retry"
         before = message.reconsume_times + retries if self.before is None else self.before
-        told = {"reason" if retries else "progress": self.note}
-        return Item(message, self.state, before + 1, self.until_ms, self.holder, **told)
+        note = {"reason" if retries else "progress": self.note}
+        return Item(message, self.state, before + 1, self.until_ms, self.holder, **note)
 
 
 _READY: Final = Status("ready")
@@ -126,8 +126,9 @@ def status_of(state: QueueState, order: OrderInfo | None, offset: int, now_ms: i
     if batch is not None and batch.is_given(offset):
         return Status("delayed", until_ms, before=before)
     if batch is not None and offset in (batch.failed or ()):
-        told = order.suspended.get(offset) if order is not None else None
-        return Status("retry", until_ms, "", told.error if told is not None else state.notes.get(offset, ""), before)
+        blocked = order.suspended.get(offset) if order is not None else None
+        error = blocked.error if blocked is not None else state.notes.get(offset, "")
+        return Status("retry", until_ms, "", error, before)
     holder = owner if batch is not None and batch.local else state.holders.get(offset, "")
     return Status("leased", until_ms, holder, state.notes.get(offset, ""), before)
 

@@ -41,7 +41,7 @@ _log = logging.getLogger("mqstore")
 DeadLetter = Callable[..., object]
 """Signature of `Retries.dead_letter(message, group, reason, *, origin_topic, reconsume_times)`."""
 _AHEAD_MAX = 1024
-_TOLD_EVERY_MS = 10_000
+_EXPIRY_LOG_MS = 10_000
 _NEAR = 8
 """Maximum distance of messages that are read together."""
 _LOOKS = 16
@@ -157,7 +157,7 @@ class PopTables(PopFields):
         Otherwise a count would have a message twice, or not at all. Taken before the lock of a state."""
         self._wake = wake
         self._lock = Lock()
-        self._expired, self._told_ms = 0, -_TOLD_EVERY_MS
+        self._expired, self._expiry_logged_ms = 0, -_EXPIRY_LOG_MS
         """Number of leases that ran out since the last line about them, and the time of that line."""
         self._agenda: list[tuple[int, int, QueueState]] = []
         self._entered: set[tuple[int, QueueState]] = set()
@@ -284,12 +284,12 @@ class PopTables(PopFields):
         """Log that leases have run out: one line in 10 s, with the number since the last one."""
         self._expired += len(offsets)
         now_ms = self.clock.now_ms()
-        if offsets and not 0 <= now_ms - self._told_ms < _TOLD_EVERY_MS:
+        if offsets and not 0 <= now_ms - self._expiry_logged_ms < _EXPIRY_LOG_MS:
             _log.info(
                 "group %s did not settle message %d of %s/%d in time, and gets it again (leases that ran out: %d)",
                 *(key.group, offsets[0], key.topic, key.queue_id, self._expired),
             )
-            self._expired, self._told_ms = 0, now_ms
+            self._expired, self._expiry_logged_ms = 0, now_ms
 
     def lost(self, state: QueueState, offset: int) -> None:
         """Report a delivery whose message was lost before it was settled.

@@ -301,15 +301,16 @@ class UnorderedQueues:
             if (alike or batch.is_visible(offset, now_ms)) and state.in_flight.get(offset) is batch
         ]
         due.sort(key=itemgetter(0))
-        given = [pair for pair in due if pair[1].is_given(pair[0])]
-        due = [pair for pair in due if not pair[1].is_given(pair[0])] if given else due
         moved = 0
         copies: list[Copy] = []
         sources: list[tuple[int, Batch]] = []
         done: dict[Batch, list[int]] = {}
         stay: dict[Batch, list[int]] = {}
-        for offset, batch in given:
-            stay.setdefault(batch, []).append(offset)
+        for offset, batch in due:
+            if batch.is_given(offset):
+                stay.setdefault(batch, []).append(offset)
+        if stay:
+            due = [(offset, batch) for offset, batch in due if not batch.is_given(offset)]
 
         def move(offset: int, message: Message | None, batch: Batch) -> None:
             ended = done if self._move(state, offset, message, batch) else stay
