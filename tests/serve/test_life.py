@@ -21,7 +21,18 @@ import mqstore
 from mqstore import Store
 from mqstore.remoting.frames import Frame, encode
 from mqstore.serve import Server
-from tests.serve.support import ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, Client, serving, started, started_line
+from tests.serve.support import (
+    ORDERS,
+    PULL,
+    PULL_ORDERS,
+    ROUTE,
+    SEND,
+    Client,
+    address,
+    serving,
+    started,
+    started_line,
+)
 from tests.tools.support import environment, process
 
 
@@ -238,3 +249,16 @@ def test_last_answers_reach_a_client_that_sends_on(store: Store) -> None:
         for thread in (sender, stopping):
             thread.join(20)
         client.socket.close()
+
+
+def test_client_that_comes_while_the_server_stops_is_disconnected(store: Store) -> None:
+    # A socket that only the collector closes is a ResourceWarning, which fails the test.
+    async def main() -> bytes:
+        async with Server(store.broker, listen=[("127.0.0.1", 0)], unix=None) as server:
+            client = socket.create_connection(address(server.endpoints[0]), timeout=10)
+            for _ in range(2):  # accepted, and its task not yet begun
+                await asyncio.sleep(0)
+        with client:
+            return client.recv(1)
+
+    assert not asyncio.run(main())

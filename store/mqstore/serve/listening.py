@@ -26,6 +26,7 @@ import ssl
 import struct
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -293,30 +294,30 @@ class Listening:
             _keep_alive(accepted)
             task = self._server.loop.create_task(self._serve(accepted))
             self._starting.add(task)
-            task.add_done_callback(self._started)
+            task.add_done_callback(partial(self._started, accepted))
 
-    def _started(self, task: asyncio.Task[None]) -> None:
+    def _started(self, accepted: socket.socket, task: asyncio.Task[None]) -> None:
         self._starting.discard(task)
+        # Here rather than in the task: one that is cancelled before its first step never enters its `try`.
+        if task.cancelled():
+            accepted.close()
+        elif error := task.exception():
+            accepted.close()
+            fault = None if isinstance(error, OSError) else error  # an OSError also for TLS, and after the time
+            _log.warning("a connection is refused: %s", str(error) or "its client was silent", exc_info=fault)
         self.resume()
 
     async def _serve(self, accepted: socket.socket) -> None:
-        try:
-            if not _is_ours(accepted):
-                raise PermissionError("a Unix socket is for its owner's processes")
-            tls = None
-            if self._tls is not None and accepted.family != socket.AF_UNIX:
-                tls = self._tls if await self._first_byte(accepted) == _HANDSHAKE else None
-            # No time limit without TLS: it would be an error.
-            limit_s = None if tls is None else _GREETING_S
-            await self._server.loop.connect_accepted_socket(
-                lambda: Connection(self._server), accepted, ssl=tls, ssl_handshake_timeout=limit_s
-            )
-        except OSError as error:  # also of TLS, and after the time
-            _log.warning("a connection is refused: %s", str(error) or "its client was silent")
-            accepted.close()
-        except BaseException:
-            accepted.close()
-            raise
+        if not _is_ours(accepted):
+            raise PermissionError("a Unix socket is for its owner's processes")
+        tls = None
+        if self._tls is not None and accepted.family != socket.AF_UNIX:
+            tls = self._tls if await self._first_byte(accepted) == _HANDSHAKE else None
+        # No time limit without TLS: it would be an error.
+        limit_s = None if tls is None else _GREETING_S
+        await self._server.loop.connect_accepted_socket(
+            lambda: Connection(self._server), accepted, ssl=tls, ssl_handshake_timeout=limit_s
+        )
 
     async def _first_byte(self, accepted: socket.socket) -> bytes:
         """Wait for a byte, and leave it in the socket."""

@@ -225,10 +225,11 @@ class Server:
 
     async def stop(self) -> None:
         """Accept nothing more, answer what waits, and disconnect every client. The store stays open."""
-        if self._listening is None or self.stopping:
+        accepting = self._listening
+        if accepting is None or self.stopping:
             return
         self.stopping = True
-        self._listening.stop()
+        accepting.stop()
         listening.withdraw(self.broker.store.path)
         self.metrics.stop()
         self.broker.transactions.on_check(None, None)
@@ -243,10 +244,10 @@ class Server:
             if not connection.parked:
                 self.own.dismiss(connection)
             connection.finish()
-        await self._until(lambda: not self._connections, _CLOSING_S)
+        await self._until(lambda: not accepting.count, _CLOSING_S)
         for connection in list(self._connections):
             connection.abort()
-        await self._until(lambda: not self._connections, _CLOSING_S)
+        await self._until(lambda: not accepting.count, _CLOSING_S)
         self.own.stop()
         self._worker.shutdown()
         self._desk.shutdown(cancel_futures=True)
