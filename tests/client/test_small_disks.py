@@ -357,9 +357,9 @@ def name_of(task: mqstore.Task) -> bytes:
 def use_until_killed(path: Path, config: StoreConfig, seed: int, said: Path) -> None:
     """Put until the disk is full, take some, and again. Say what was done, and what is settled next."""
     rng, number = random.Random(seed), 0
-    threading.Timer(0.3 + rng.random() / 2, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    queue = mqstore.open(path, config=config).queue("jobs")
     with said.open("wb", buffering=0) as out:
+        threading.Timer(0.3 + rng.random() / 2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        queue = mqstore.open(path, config=config).queue("jobs")
         while True:
             with suppress(StoreFullError):
                 while rng.random() < 0.999:

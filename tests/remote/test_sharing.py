@@ -150,7 +150,7 @@ def test_kills_of_the_server_lose_no_task(tmp_path: Path) -> None:
         try:
             kill_again_and_again(directory)
         finally:
-            until(lambda: store.queue("jobs").qsize() == 0)
+            until(lambda: store.queue("jobs").qsize() == 0, limit_s=120)
             store.queue("jobs").put_many([b"end"] * 4)
             assert ended_well(pids)
     assert set(bodies(directory)) == set(numbers)
