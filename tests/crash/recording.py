@@ -73,10 +73,11 @@ class RecordingFileSystem(FileSystem):
             self._add("sync_folder", self._by_path[folder])
 
     def dispose(self) -> None:
-        """Close the descriptors that watch mappings."""
+        """End the recording: drop the descriptors that watch mappings, and the files to compare with. Events stay."""
         for fd in self._mapped.values():
             os.close(fd)
         self._mapped.clear()
+        self._content.clear()
 
     def boot_id(self) -> str | None:
         return f"machine-{id(self)}-until-the-power-cut"
