@@ -175,7 +175,7 @@ serve-faults: $(VENV)/stamp-dev
 
 items: N = 500
 items: $(VENV)/stamp-dev
-	MQSTORE_CAMPAIGN_ROUNDS=$(N) $(BIN)/python -m pytest -q -n 2 --timeout 3600 tests/crash/test_items_kill.py tests/crash/test_priority_kill.py
+	MQSTORE_CAMPAIGN_ROUNDS=$(N) $(BIN)/python -m pytest -q -n 2 --timeout 3600 tests/crash/test_items_kill.py
 
 descriptors: $(VENV)/stamp-dev
 	MQSTORE_CAMPAIGN_ROUNDS=$(N) $(BIN)/python -m pytest -q -n $(JOBS) tests/campaigns/test_descriptors.py

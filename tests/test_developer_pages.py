@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,18 @@ def test_every_make_target_named_on_a_page_exists(page: Path) -> None:
     named = re.findall(r"(?:^|run: | {4})make ([a-z0-9-]+)", code, re.M)
 
     assert set(named) - set(targets.split()) == set()
+
+
+def test_every_test_that_make_names_exists() -> None:
+    """pytest with `-n` ends without a test, and without a word why, if one of its files is not there."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    [targets] = re.findall(r"^\.PHONY: help demo (.*)$", makefile, re.M)
+    command = ["make", "--dry-run", "--directory", str(ROOT), *targets.split()]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    named = set(re.findall(r"(?<![\w/.])tests/[\w/.]*\w", shown))
+
+    assert "tests/crash" in named
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
 
 
 def test_each_workflow_calls_make() -> None:
