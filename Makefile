@@ -161,7 +161,7 @@ var/rocketmq-cluster-%/fetched: tests/cluster/java/pom.xml
 	@touch $@
 
 test-connect: $(VENV)/stamp-dev
-	MQSTORE_TEST_CONNECT=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --timeout 120 -k connect tests/client tests/conformance
+	MQSTORE_TEST_CONNECT=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --timeout 600 -k connect tests/client tests/conformance
 
 # Files of tests/log that try a kill at each change of a run, as those of other folders below do.
 KILLED := inbox recovery snapshot splice watermark

@@ -46,6 +46,7 @@ _NOT_CONNECTED = {
     "forgotten": "a connection that nobody refers to stays until the process ends",
     "handler_calls": "calls everything in the process, administration included",
     "place": "the directory is that of the server",
+    "reprs": "has a connection of its own, and texts of both kinds of store",
     "small_disks": "the disk is that of the server",
 }
 """Files of tests that are about the process that has the directory, and why."""
