@@ -30,7 +30,6 @@ from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack, cast
 
 from mqstore.broker.names import DEAD_LETTER, EXPIRY, queue_topic, retry_topic
-from mqstore.broker.pop.receipts import parse_recall_handle
 from mqstore.client.codecs import BYTES, Codec, T
 from mqstore.client.delivery import LeaseContext, release, visibility_seconds
 from mqstore.client.groupsettings import begin_in, check_order, enter_group
@@ -45,13 +44,13 @@ from mqstore.contract import MAX_BATCH, BrokerContract, DeadLetters, Delivery, R
 from mqstore.errors import (
     ConfigError,
     MQStoreError,
+    NotSupportedError,
     QueueEmpty,
     QueueFull,
     QueueShutDown,
     ReceiptExpiredError,
     StoreClosedError,
 )
-from mqstore.layout.properties import TIMER_DELIVER_MS
 from mqstore.log.commitlog import SendReceipt
 from mqstore.options import Duration, check_kind, check_whole, milliseconds, seconds
 from mqstore.queuerun import run
@@ -59,9 +58,6 @@ from mqstore.signalsafe import Condition, Gate
 
 _LOOK_S = 0.25
 """Time after which a waiting thread looks by itself. Other consumers, or time, may settle items too."""
-_LATE_MS = 60_000
-"""Time that `join` waits for a delayed item that is overdue.
-The item may have been recalled, or delivered long ago."""
 
 
 class _Last(threading.local):
@@ -145,8 +141,6 @@ class Queue(QueueItems[T]):
         self._shut: str = ""
         """State: "" is open, "put" allows no puts, "all" allows neither puts nor gets."""
         self._begin()
-        self._coming: tuple[int, str] | None = None
-        """Due time (wall ms) and unique key of the last delayed item that was put here."""
         self._last = _Last()
         group = broker.groups.get(topic)
         if group is not None:
@@ -202,16 +196,13 @@ class Queue(QueueItems[T]):
         if self._maxsize:
             with self._changed:
                 self._wait_for_room(1, block, timeout)
-                receipt = self._put(body, options)
+                return self._put(body, options)
         elif not options:  # inline `_put`: one call less
             return self._broker.put(self._topic, body, queue_id=0)
         elif len(options) == 1 and (priority := options.get("priority")):  # likewise
             queue_id = queue_of(self._broker, self._topic, priority, ordered=self._ordered)
             return self._broker.put(self._topic, body, queue_id=queue_id)
-        else:
-            receipt = self._put(body, options)
-        self._note_delay(receipt)
-        return receipt
+        return self._put(body, options)
 
     def _check_puts(self) -> None:
         if self._shut:
@@ -237,31 +228,6 @@ class Queue(QueueItems[T]):
             stored.set_result(self._put(body, options))
             return stored
 
-    def _note_delay(self, receipt: SendReceipt) -> None:
-        """Have `join` wait for an item that was put with a delay."""
-        if receipt.recall_handle is None:
-            return
-        stored = self._broker.message_at(receipt).stored_properties()
-        # The handle has the time of the timer's slot, and a broker of RocketMQ only that.
-        due_ms = stored.get(TIMER_DELIVER_MS) or parse_recall_handle(receipt.recall_handle).deliver_ms
-        coming = int(due_ms), receipt.unique_key
-        with self._changed:
-            last = self._coming
-            if last is None or coming[0] >= last[0]:
-                self._coming = coming  # of items due at one time the last put comes last
-
-    def _is_coming(self) -> bool:
-        """Return True if an item that was put here with a delay is not there yet."""
-        if self._coming is None:
-            return False
-        comes_ms, unique_key = self._coming
-        late_ms = self._broker.clock.now_ms() - comes_ms
-        if not unique_key:  # it was cancelled, but not those that are due before
-            return late_ms < 0 and bool(self._broker.items.counts(self._topic, self._topic)["delayed"])
-        if late_ms < 0:
-            return True
-        return late_ms < _LATE_MS and not self._broker.find(self._topic, unique_key=unique_key, limit=1)
-
     def put_nowait(self, item: T, **options: Unpack[ItemOptions]) -> SendReceipt:
         """Put an item as `put` does, but raise QueueFull instead of waiting."""
         return self.put(item, block=False, **options)
@@ -281,15 +247,23 @@ class Queue(QueueItems[T]):
 
     def _wait_for_room(self, count: int, block: bool, timeout: Duration | None) -> None:
         """Wait for room. The caller holds the lock."""
-        end = None if timeout is None else time.monotonic() + seconds(timeout, "timeout")
+
+        def look() -> bool | None:
+            self._check_puts()
+            return self.qsize() + count <= self._maxsize or None
+
+        if not self._until(look, timeout if block else 0):
+            raise QueueFull(f"queue {self.name!r} has {self.qsize()} items of {self._maxsize}")
+
+    def _until(self, look: Callable[[], bool | None], timeout: Duration | None) -> bool | None:
+        """Return the result of `look`, repeated when an item was settled until it is not None. None after `timeout`
+        seconds. The caller holds the lock."""
+        end = math.inf if timeout is None else time.monotonic() + seconds(timeout, "timeout")
         self._waiting += 1
         try:
-            while self.qsize() + count > self._maxsize:
-                left = _LOOK_S if end is None else end - time.monotonic()
-                if not block or left <= 0:
-                    raise QueueFull(f"queue {self.name!r} has {self.qsize()} items of {self._maxsize}")
+            while (found := look()) is None and (left := end - time.monotonic()) > 0:
                 self._changed.wait(min(left, _LOOK_S))
-                self._check_puts()
+            return found
         finally:
             self._waiting -= 1
 
@@ -485,11 +459,13 @@ class Queue(QueueItems[T]):
         if self._last.task is task:
             self._last.task = outcome  # a message that is held keeps its segment on the disk after its deletion
         # A waiting thread first counts itself, then looks. So it sees this settlement, or is seen here.
-        if self._waiting:
-            with self._changed:
-                self._changed.notify_all()
-        if self._callbacks:
-            self._call_waiting()
+        if self._waiting or self._callbacks:
+            self._look_again()
+
+    def _look_again(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+        self._call_waiting()
 
     def _when_changed(self, callback: Callable[[], object]) -> Callable[[], object]:
         """Call `callback()`, which must be quick, once an item was settled or the queue is shut, for `mqstore.aio`.
@@ -505,25 +481,17 @@ class Queue(QueueItems[T]):
                 self._callbacks.pop()()
 
     def join(self, timeout: Duration | None = None) -> bool:
-        """Wait until nothing is ready, leased, waiting for another attempt, or put with a delay.
-        Return False after `timeout` seconds, or if an immediate `shutdown` left items. Delayed items that were not put
-        by this object count only once due."""
-        end = None if timeout is None else time.monotonic() + seconds(timeout, "timeout")
+        """Wait until nothing is ready, leased, delayed, or waiting for another attempt.
+        Return False after `timeout` seconds, or if an immediate `shutdown` left items."""
         with self._changed:
-            self._waiting += 1
-            try:
-                while (done := self._is_done()) is None:
-                    left = _LOOK_S if end is None else end - time.monotonic()
-                    if left <= 0:
-                        return False
-                    self._changed.wait(min(left, _LOOK_S))
-                return done
-            finally:
-                self._waiting -= 1
+            return bool(self._until(self._is_done, timeout))
 
     def _is_done(self) -> bool | None:
         """Return True if everything is done, False if the rest will not be taken any more, or None."""
-        if not (self._is_coming() or self.qsize()):
+        delayed = 0  # first, because items move from there to the others
+        with suppress(NotSupportedError):  # by a cluster, whose delayed items count once due
+            delayed = self.counts()["delayed"]
+        if not delayed + self.qsize():
             return True
         return False if self._shut == "all" else None
 
@@ -564,8 +532,7 @@ class Queue(QueueItems[T]):
             return
         with self._changed:
             self._shut = "all" if immediate or self._shut == "all" else "put"
-            self._changed.notify_all()
-        self._call_waiting()
+        self._look_again()
         self._waits.ring()
         for wake in tuple(self._runs):
             wake()

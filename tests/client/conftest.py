@@ -75,7 +75,6 @@ _HERE_ONLY = {
     "test_hanging_handler_is_void_and_the_rest_is_settled": _THREADS,
     "test_items_are_those_of_the_model": _LEASES,
     "test_it_is_a_member_from_its_first_receive_to_its_end": _LISTENERS,
-    "test_join_does_not_wait_for_ever_for_a_delayed_item_that_never_comes": _LOG,
     "test_kill_brings_again_exactly_what_was_not_committed": _NOTES,
     "test_letters_of_an_ordered_group_come_in_their_order_and_one_at_a_time": "settles by one text, not a list of them",
     "test_lock_holder_is_named": _TEXTS,

@@ -92,16 +92,11 @@ class Queue(Closable[queue.Queue[T]], Generic[T]):
             stored = await (self._append_in_turn(append, limit(timeout)) if block else self._bridge.call(append))
             if stored is None:
                 raise QueueFull(f"queue {self.name!r} has no room for more than {self._maxsize} items")
-            receipt = await asyncio.wrap_future(stored)
-        else:
-            self.sync._check_puts()
-            if BLOCKING.isdisjoint(options):
-                put_options = self.sync._put_options(options)
-                receipt = await self._bridge.put(self.sync._topic, body, queue_id=0, **put_options)
-            else:
-                receipt = await self._bridge.in_order(partial(self.sync._put, body, options))
-        self.sync._note_delay(receipt)
-        return receipt
+            return await asyncio.wrap_future(stored)
+        self.sync._check_puts()
+        if BLOCKING.isdisjoint(options):
+            return await self._bridge.put(self.sync._topic, body, queue_id=0, **self.sync._put_options(options))
+        return await self._bridge.in_order(partial(self.sync._put, body, options))
 
     async def _append_in_turn(self, append: Callable[[], R | None], timeout_s: float | None) -> R | None:
         end_s = None if timeout_s is None else time.monotonic() + timeout_s

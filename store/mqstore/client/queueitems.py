@@ -15,7 +15,6 @@ from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.writing.outgoing import KEY_RULE, checked_text
 from mqstore.options import check_whole
-from mqstore.signalsafe import Condition
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +62,9 @@ class QueueItems(Generic[T]):
     _broker: BrokerContract
     _topic: str
     _codec: Codec[T]
-    _coming: tuple[int, str] | None
-    _changed: Condition
 
-    def _call_waiting(self) -> None:
-        """Call those that wait for room or for the end."""
+    def _look_again(self) -> None:
+        """Wake those that wait for room or for the end."""
         raise NotImplementedError
 
     def items(self, state: State | None = None) -> Iterator[QueueItem[T]]:
@@ -115,11 +112,7 @@ class QueueItems(Generic[T]):
         done = handle is not None and parse_recall_handle(handle).topic == self._topic and self._broker.recall(handle)
         done = done or self._broker.items.cancel(self._topic, self._topic, name)
         if done:
-            with self._changed:
-                if self._coming is not None and self._coming[1] == name:
-                    self._coming = self._coming[0], ""
-                self._changed.notify_all()
-            self._call_waiting()
+            self._look_again()
         return done
 
     def counts(self) -> dict[State, int]:
@@ -138,9 +131,5 @@ class QueueItems(Generic[T]):
         cannot be cancelled, and stay. Raises ConfigError for another state, and for "ready" in an ordered queue while
         an earlier item is not settled. Raises the errors of `put`."""
         count = self._broker.items.purge(self._topic, self._topic, state)
-        if state in (None, "delayed"):
-            self._coming = None
-        with self._changed:
-            self._changed.notify_all()
-        self._call_waiting()
+        self._look_again()
         return count

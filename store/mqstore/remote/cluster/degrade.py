@@ -56,6 +56,7 @@ DIFFERENCES: Final[dict[str, Difference]] = {
     "a read after a put": Difference("finds the message", "finds it some milliseconds later"),
     "queue numbers": Difference("the same for everybody", "those of this client; RocketMQ names broker and id"),
     "dead letters": Difference("list, replay, purge", "list and replay; a letter that was sent again stays listed"),
+    "join": Difference("waits for delayed items", "counts them once they are due"),
     "items of a queue by state": Difference("find, peek, list, count, purge", "NotSupportedError"),
     "verify, snapshot, stats": Difference("yes", "NotSupportedError; use RocketMQ's tools"),
 }
