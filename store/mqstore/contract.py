@@ -293,17 +293,17 @@ class ItemCalls(Protocol):
         queue_id: int = 0,
         **options: Unpack[SendOptions],
     ) -> SendReceipt:
-        """Put an item with a name unless there is one, and return the receipt of either (`NamedItems.put`)."""
+        """Put an item with a name unless there is one, and return the receipt of either (`WritableItems.put`)."""
 
     def cancel(self, group: str, topic: str, unique_key: str) -> bool:
-        """Settle an item that nobody holds. Return True if nobody will get it (`NamedItems.cancel`)."""
+        """Settle an item that nobody holds. Return True if nobody will get it (`WritableItems.cancel`)."""
 
     def counts(self, group: str, topic: str) -> dict[State, int]:
         """Return the number of items by state. Raises TopicNotFoundError."""
 
     def purge(self, group: str, topic: str, state: State | None = None) -> int:
         """Remove the items in one state, or all but dead letters, that were put before. Return their number.
-        Raises the errors of `Purging.purge`."""
+        Raises the errors of `WritableItems.purge`."""
 
 
 class OffsetCalls(Protocol):

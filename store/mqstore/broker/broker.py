@@ -29,8 +29,7 @@ from mqstore.broker.context import Parts, delete_group, open_parts
 from mqstore.broker.delay.levels import DelayService
 from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.filters.filter import Filter, as_filter, parse_filter
-from mqstore.broker.items.kept import KeptNames
-from mqstore.broker.items.named import NamedItems
+from mqstore.broker.items.changes import KeptNames, WritableItems
 from mqstore.broker.names import QueueKey, check_user_topic
 from mqstore.broker.pop.orderinfo import BlockedQueue
 from mqstore.broker.pop.request import Delivery, Pending, PopRequest
@@ -185,7 +184,7 @@ class Broker(Closing, Sending, BrokerContract):
             parts, reads=self._reads, pop=pop, delay=delay, timer=timer, transactions=self.transactions
         )
         owner = f"{os.uname().nodename}@{os.getpid()}"
-        self.items = NamedItems(parts, pop.tables, timer, delay.progress, self._metrics.waiting.of_topic, owner)
+        self.items = WritableItems(parts, pop.tables, timer, delay.progress, self._metrics.waiting.of_topic, owner)
         # In this order they run. In the opposite order they are saved: offsets last, since the others change them.
         for name, mechanism in {**keepers, "retention": self._retention, "statistics": self._metrics}.items():
             self._housekeeper.add(name, mechanism)

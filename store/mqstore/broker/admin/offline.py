@@ -29,8 +29,8 @@ from mqstore.broker.admin.inspect import (
 )
 from mqstore.broker.context import Parts, delete_group, open_parts, open_tables
 from mqstore.broker.delay.timer import TimerService
+from mqstore.broker.items.changes import WritableItems
 from mqstore.broker.items.files import items_of, waiting_of
-from mqstore.broker.items.purge import Purging
 from mqstore.broker.items.state import Items
 from mqstore.broker.pop.orderinfo import BlockedQueue
 from mqstore.broker.pop.service import PopService
@@ -127,7 +127,7 @@ class Offline:
         timer = TimerService(self._parts, _nothing)
         self._saving.callback(timer.close)
         self._saving.callback(timer.persist)
-        return Purging(self._parts, self._pop.tables, timer, *waiting_of(self._parts, timer.waiting_for))
+        return WritableItems(self._parts, self._pop.tables, timer, *waiting_of(self._parts, timer.waiting_for))
 
     # -- changing ---------------------------------------------------------------------------------------------------
 

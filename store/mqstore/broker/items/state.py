@@ -251,7 +251,7 @@ class Items:
         return found
 
     def purge(self, group: str, topic: str, state: State | None = None) -> int:
-        """See `Purging`. Raises ReadOnlyStoreError."""
+        """See `WritableItems`. Raises ReadOnlyStoreError."""
         raise ReadOnlyStoreError(refusal_to_reader(self._tables.store.path, self._tables.fs))
 
     # -- sources -----------------------------------------------------------------------------------------------------
