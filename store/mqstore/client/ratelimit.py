@@ -7,8 +7,8 @@ So an item holds up others for a quarter of a second at most. A limit without ke
 could start earlier. A key has two times: its next start, and the time for which the last item was given back. Items are
 given back for five minutes at most. Later starts are not planned, so a restart without the limit waits no longer.
 
-At most 65,536 keys are stored, those that are not free yet. An item of another key then waits like one of a key
-that is at its limit.
+At most 65,536 keys are stored. Then those that are free are forgotten. If none is, an item of another key waits like
+one of a key that is at its limit.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Hashable
-from heapq import heappop, heappush, heapreplace
-from itertools import count
 from typing import Final
 
 from mqstore.errors import ConfigError
@@ -63,19 +61,19 @@ class RateLimit:
         self._lock = Lock()
         self._keys: dict[Hashable, tuple[float, float]] = {}
         """Next start of a key, and end of the starts that are planned for items given back (ms)."""
-        self._heap: list[tuple[float, int, Hashable]] = []
-        """Each key of `_keys`, with a time until which it is certainly needed."""
-        self._serial = count()
-
-    def __len__(self) -> int:
-        return len(self._keys)
+        self._swept_ms = -math.inf
+        """Time of the last look for keys that are free."""
 
     def wait_ms(self, key: Hashable, now_ms: float) -> float:
         """Return the time after which an item of `key` may start."""
         with self._lock:
-            self._forget(now_ms)
             if key not in self._keys and len(self._keys) >= KEYS_MAX:
-                return self.hold_ms + max(1.0, self._heap[0][0] - now_ms)
+                pause_ms = min(self._interval_ms, PARK_MS)
+                if now_ms >= self._swept_ms + pause_ms:  # not for each item
+                    self._swept_ms = now_ms
+                    self._keys = {each: times for each, times in self._keys.items() if times[1] > now_ms}
+                if len(self._keys) >= KEYS_MAX:
+                    return self.hold_ms + pause_ms
             free_ms, planned_ms = self._keys.get(key, (now_ms, now_ms))
             start_ms = max(now_ms, free_ms)
             if start_ms - now_ms <= self.hold_ms:
@@ -85,18 +83,5 @@ class RateLimit:
                 if start_ms - now_ms > PARK_MS:
                     return PARK_MS
                 planned_ms = start_ms + self._interval_ms
-            planned_ms = max(planned_ms, free_ms)
-            if key not in self._keys:
-                heappush(self._heap, (planned_ms, next(self._serial), key))
-            self._keys[key] = free_ms, planned_ms
+            self._keys[key] = free_ms, max(planned_ms, free_ms)
             return float(start_ms - now_ms)
-
-    def _forget(self, now_ms: float) -> None:
-        """Forget the keys that are free, under the lock."""
-        while self._heap and self._heap[0][0] <= now_ms:
-            _, serial, key = self._heap[0]
-            if self._keys[key][1] > now_ms:
-                heapreplace(self._heap, (self._keys[key][1], serial, key))
-            else:
-                heappop(self._heap)
-                del self._keys[key]
