@@ -9,45 +9,11 @@ import re
 from typing import Final, NamedTuple
 
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError
-from mqstore.layout.dispatch import SCHEDULE_TOPIC
-from mqstore.log.names import HALF_TOPIC, MAX_TOPIC, RETRY_PREFIX, SYSTEM_PREFIX, TIMER_TOPIC
-
-__all__ = [
-    "DEAD_LETTER",
-    "DLQ_PREFIX",
-    "DROP",
-    "EXPIRES_MS",
-    "EXPIRY",
-    "HALF_TOPIC",
-    "KEPT_NAMES",
-    "MAX_GROUP",
-    "OP_TOPIC",
-    "POP_LOG_GROUP",
-    "POP_LOG_KEY",
-    "POP_LOG_TOPIC",
-    "RETRY_PREFIX",
-    "SCHEDULE_GROUP",
-    "SCHEDULE_TOPIC",
-    "START_GROUP",
-    "TIMER_TOPIC",
-    "TRANS_CHECK_TOPIC",
-    "TRANS_GROUP",
-    "QueueKey",
-    "check_group",
-    "check_user_topic",
-    "dlq_topic",
-    "is_dlq_topic",
-    "is_retry_topic",
-    "is_system_group",
-    "is_system_topic",
-    "pop_retry_topic",
-    "popped_topic",
-    "queue_name",
-    "queue_topic",
-    "retry_topic",
-    "retry_topics",
-    "unique_word",
-]
+from mqstore.layout.dispatch import SCHEDULE_TOPIC as SCHEDULE_TOPIC
+from mqstore.log.names import HALF_TOPIC as HALF_TOPIC
+from mqstore.log.names import MAX_TOPIC, SYSTEM_PREFIX
+from mqstore.log.names import RETRY_PREFIX as RETRY_PREFIX
+from mqstore.log.names import TIMER_TOPIC as TIMER_TOPIC
 
 OP_TOPIC = "RMQ_SYS_TRANS_OP_HALF_TOPIC"
 TRANS_CHECK_TOPIC = "TRANS_CHECK_MAX_TIME_TOPIC"

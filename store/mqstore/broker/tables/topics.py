@@ -319,42 +319,45 @@ class TopicTable(ConfigTable):
             "order": order,
         }
         changes = {key: value for key, value in given.items() if value is not None}
-        while True:
-            old = self.require(name)
+
+        def change(old: TopicConfig) -> TopicConfig:
             new = replace(old, **changes, attributes=_attributes(old.attributes, message_type))
             _check_wish(new, old)
             if not force and (new.read_queues, new.write_queues) != (old.read_queues, old.write_queues):
                 self._refuse_hiding(old, new)
                 self._refuse_moving(old, new)
-            with self._lock:
-                if self._known.get(name) is old:  # else another thread has changed it: check again
-                    self._write({**self._entered, name: new})
-                    break
-        self._notify(name)
-        return new
+            return new
+
+        return self._change(name, change)
 
     def expire(self, name: str, dead_letter: bool | None = None) -> TopicConfig:
         """Have messages of a topic expire, and then dropped, or put to the dead letters with `dead_letter`.
         None keeps the topic's choice. Raises the errors of `require`, and of `create` for the file."""
         given = None if dead_letter is None else DEAD_LETTER if dead_letter else DROP
-        return self._choose(name, EXPIRY, lambda known: given or known or DROP)
+        return self._set(name, EXPIRY, lambda known: given or known or DROP)
 
     def keep_names(self, name: str, duration_s: int) -> TopicConfig:
         """Have retention keep the names of a topic's items for this time or longer. Raises the errors of `expire`.
         The time is a power of two, so that many different times change the file a few times."""
         wanted = 1 << max(0, duration_s - 1).bit_length()
-        return self._choose(name, KEPT_NAMES, lambda known: str(max(wanted, int(known or 0))))
+        return self._set(name, KEPT_NAMES, lambda known: str(max(wanted, int(known or 0))))
 
-    def _choose(self, name: str, attribute: str, choose: Callable[[str | None], str]) -> TopicConfig:
-        """Set an attribute of a topic to what `choose` returns for its value."""
+    def _set(self, name: str, attribute: str, choose: Callable[[str | None], str]) -> TopicConfig:
+        def change(old: TopicConfig) -> TopicConfig:
+            known = old.attributes.get(attribute)
+            chosen = choose(known)
+            attributes = MappingProxyType({**old.attributes, attribute: chosen})
+            return old if chosen == known else replace(old, attributes=attributes)
+
+        return self._change(name, change)
+
+    def _change(self, name: str, change: Callable[[TopicConfig], TopicConfig]) -> TopicConfig:
         while True:
             old = self.require(name)
-            known = old.attributes.get(attribute)
-            if (chosen := choose(known)) == known:
+            if (new := change(old)) is old:
                 return old
-            new = replace(old, attributes=MappingProxyType({**old.attributes, attribute: chosen}))
             with self._lock:
-                if self._known.get(name) is old:  # else another thread has changed it
+                if self._known.get(name) is old:  # else another thread has changed it: check again
                     self._write({**self._entered, name: new})
                     break
         self._notify(name)
