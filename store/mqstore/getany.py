@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, Generic
 
 from mqstore.client.codecs import T
 from mqstore.client.task import Task
@@ -25,6 +26,51 @@ def queues_of(queues: Iterable[T], kind: type) -> list[T]:
     return found
 
 
+class AnyOf(Generic[T]):
+    """Look at several queues, and the waits between two looks. For threads and for `mqstore.aio`."""
+
+    def __init__(self, queues: list[Queue[T]]) -> None:
+        self._left = queues
+        self._waits: dict[Queue[T], Wait] = {}
+
+    def look(self) -> tuple[Queue[T], Task[T]] | None:
+        """Return the next item, and its queue. Raises QueueShutDown if all queues were shut down and are empty."""
+        for wait in tuple(self._waits.values()):
+            wait.end()  # before the look, so that each turn is used by it or passed on
+        try:
+            for queue in tuple(self._left):
+                try:
+                    task = queue.get(block=False)
+                except QueueEmpty:
+                    task = None
+                except QueueShutDown:
+                    self._left.remove(queue)
+                    if not self._left:
+                        raise
+                    continue
+                self._waits.pop(queue, None)  # the look has used its turn
+                if task is not None:
+                    return queue, task
+            return None
+        finally:
+            self.cancel()
+
+    def park(self, call: Callable[[], Any]) -> Callable[[], None]:
+        """Have `call()` called when another look may find something. Return `cancel`."""
+        for queue in self._left:
+            self._waits[queue] = queue._when_ready(call)
+        return self.cancel
+
+    def cancel(self) -> None:
+        """Stop waiting, and pass unused turns on."""
+        waits, self._waits = self._waits, {}
+        for wait in waits.values():
+            wait.cancel()
+
+    def empty(self) -> QueueEmpty:
+        return QueueEmpty(f"nothing to get from {', '.join(repr(queue.name) for queue in self._left)}")
+
+
 def get_any(queues: Iterable[Queue[T]], timeout: Duration | None = None) -> Task[T]:
     """Return the next item of the first of `queues` that has one, leased as by `Queue.get`.
 
@@ -39,32 +85,15 @@ def get_any(queues: Iterable[Queue[T]], timeout: Duration | None = None) -> Task
     ...     [mqstore.get_any([high, low], timeout=1).value for _ in range(2)]
     [b'password reset', b'newsletter']
     """
-    left = queues_of(queues, Queue)
+    every = AnyOf(queues_of(queues, Queue))
     end = math.inf if timeout is None else time.monotonic() + seconds(timeout, "timeout")
-    waits: dict[Queue[T], Wait] = {}
     try:
-        while True:
-            for queue in tuple(left):
-                try:
-                    task = queue.get(block=False)
-                except QueueEmpty:
-                    task = None
-                except QueueShutDown:
-                    left.remove(queue)
-                    if not left:
-                        raise
-                    continue
-                waits.pop(queue, None)  # the look has used its turn
-                if task is not None:
-                    return task
+        while (found := every.look()) is None:
             if time.monotonic() >= end:
-                raise QueueEmpty(f"nothing to get from {', '.join(repr(queue.name) for queue in left)}")
+                raise every.empty()
             bell = Bell()
-            for queue in left:
-                waits[queue] = queue._when_ready(bell.ring)
-            bell.wait(None if end == math.inf else end - time.monotonic())
-            for wait in waits.values():
-                wait.end()  # before the look, so that each turn is used by it or passed on
+            every.park(bell.ring)
+            bell.wait(end - time.monotonic())
+        return found[1]
     finally:
-        for wait in waits.values():
-            wait.cancel()
+        every.cancel()

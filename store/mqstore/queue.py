@@ -40,7 +40,7 @@ from mqstore.client.popsource import pop_retries
 from mqstore.client.queueitems import QueueItems
 from mqstore.client.task import Task
 from mqstore.client.waits import Wait, Waits
-from mqstore.contract import MAX_BATCH, BrokerContract, DeadLetters, Delivery, RetryPolicy, SendOptions
+from mqstore.contract import MAX_BATCH, BrokerContract, DeadLetters, Delivery, RetryPolicy
 from mqstore.errors import (
     ConfigError,
     MQStoreError,
@@ -211,9 +211,6 @@ class Queue(QueueItems[T]):
     def _put(self, body: bytes, options: ItemOptions) -> SendReceipt:
         return put_item(self._broker, self._topic, body, options, ordered=self._ordered)
 
-    def _put_options(self, options: ItemOptions) -> SendOptions:
-        return send_options(self._broker, self._topic, options)
-
     def _append(self, body: bytes, options: ItemOptions) -> Future[SendReceipt] | None:
         """Put an encoded item, for `mqstore.aio`. Return a future for the disk, or None if it is full."""
         self._check_puts()
@@ -223,7 +220,9 @@ class Queue(QueueItems[T]):
             except QueueFull:
                 return None
             if BLOCKING.isdisjoint(options):
-                return self._broker.put_async(self._topic, body, queue_id=0, **self._put_options(options))
+                return self._broker.put_async(
+                    self._topic, body, queue_id=0, **send_options(self._broker, self._topic, options)
+                )
             stored = Future[SendReceipt]()
             stored.set_result(self._put(body, options))
             return stored
@@ -359,7 +358,7 @@ class Queue(QueueItems[T]):
                 try:
                     if shut == "all" or (stop is not None and stop.is_open):
                         raise QueueShutDown(f"queue {self.name!r} was shut down")
-                    found, acks = [], [task._receipt for task in done or ()]
+                    found, acks = [], [task._delivery.receipt for task in done or ()]
                     if topics.entered(self._retries) is not None:
                         if acks:
                             self._broker.ack(self._topic, self._topic, acks)
@@ -376,7 +375,7 @@ class Queue(QueueItems[T]):
                             acks=acks,
                         )
                     for task in done or ():
-                        task._note_ack()
+                        task._note("ack", "ack")
                     done = None
                 except BaseException:
                     if ticket is not None:  # for an item that another object of this queue may get

@@ -23,11 +23,10 @@ the engine, which waits by callback. So a thousand waiting coroutines need no th
 from __future__ import annotations
 
 from mqstore.aio.consumers import PullConsumer, SimpleConsumer
-from mqstore.aio.getany import get_any
 from mqstore.aio.lease import DeadLetters, Delivery, Task
 from mqstore.aio.producer import Producer, Transaction
 from mqstore.aio.pushconsumer import Handler, PushConsumer, cancelled
-from mqstore.aio.queue import Queue
+from mqstore.aio.queue import Queue, get_any
 from mqstore.aio.store import Store, connect, open  # noqa: A004
 
 __all__ = [

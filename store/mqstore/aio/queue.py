@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, Unpack
 from weakref import WeakKeyDictionary
@@ -25,9 +25,9 @@ from mqstore.aio.loop_thread import LoopThread
 from mqstore.client import task as client_task
 from mqstore.client.codecs import BYTES, T
 from mqstore.client.delivery import release
-from mqstore.client.itemoptions import BLOCKING, ItemOptions
-from mqstore.client.waits import Wait
+from mqstore.client.itemoptions import BLOCKING, ItemOptions, send_options
 from mqstore.errors import QueueEmpty, QueueFull, QueueShutDown
+from mqstore.getany import AnyOf, queues_of
 from mqstore.log.commitlog import SendReceipt
 from mqstore.options import Duration
 
@@ -95,7 +95,8 @@ class Queue(Closable[queue.Queue[T]], Generic[T]):
             return await asyncio.wrap_future(stored)
         self.sync._check_puts()
         if BLOCKING.isdisjoint(options):
-            return await self._bridge.put(self.sync._topic, body, queue_id=0, **self.sync._put_options(options))
+            put_options = send_options(self.sync._broker, self.sync._topic, options)
+            return await self._bridge.put(self.sync._topic, body, queue_id=0, **put_options)
         return await self._bridge.in_order(partial(self.sync._put, body, options))
 
     async def _append_in_turn(self, append: Callable[[], R | None], timeout_s: float | None) -> R | None:
@@ -173,10 +174,6 @@ class Queue(Closable[queue.Queue[T]], Generic[T]):
     def _park(self, again: Callable[[], object]) -> Callable[[], object]:
         return self.sync._when_ready(again).cancel
 
-    async def _when_ready(self, call: Callable[[], object]) -> Wait:
-        """Have the loop call `call()` once, as `mqstore.Queue` does in another thread."""
-        return await self._bridge.call(partial(self.sync._when_ready, partial(self._bridge.post, call)), Wait.cancel)
-
     def _taken(self, found: client_task.Task[T]) -> Task[T]:
         task = Task(self._bridge, found)
         current = asyncio.current_task(self._bridge.loop)
@@ -237,3 +234,29 @@ class Queue(Closable[queue.Queue[T]], Generic[T]):
     def dead_letters(self) -> DeadLetters:
         """Items that were rejected or failed too often."""
         return DeadLetters(self._bridge, self.sync.dead_letters)
+
+
+async def get_any(queues: Iterable[Queue[T]], timeout: Duration | None = None) -> Task[T]:
+    """Return the next item of the first of `queues` that has one, as `mqstore.get_any`.
+    If cancelled, it has taken nothing.
+
+    >>> import mqstore.aio, tempfile
+    >>> async def main(folder):
+    ...     async with mqstore.aio.open(folder) as store, store.queue("high") as high, store.queue("low") as low:
+    ...         await low.put(b"newsletter")
+    ...         await high.put(b"password reset")
+    ...         return [(await mqstore.aio.get_any([high, low], timeout=1)).value for _ in range(2)]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     asyncio.run(main(folder))
+    [b'password reset', b'newsletter']
+    """
+    twins = {twin.sync: twin for twin in queues_of(queues, Queue)}
+    every: AnyOf[T] = AnyOf(list(twins))
+    for twin in twins.values():
+        twin._bridge.check()
+    # The thread of one store looks at all of them.
+    found = await twin._bridge.look(every.look, every.park, timeout_s=limit(timeout), undo=lambda one: release(one[1:]))
+    if found is None:
+        raise every.empty()
+    queue, task = found
+    return twins[queue]._taken(task)

@@ -169,14 +169,6 @@ class Lease:
         """Return True if a pop of this topic by this owner may acknowledge it (`BrokerContract.pop`)."""
         return self._verb is None and self._context is context and self._delivery.topic == topic
 
-    @property
-    def _receipt(self) -> str:
-        return self._delivery.receipt
-
-    def _note_ack(self) -> None:
-        """Note that it was acknowledged by its receipt."""
-        self._note("ack", "ack")
-
     def nack(self, delay: Duration | None = None) -> None:
         """Give a failed message back. It is redelivered in `delay` seconds, at most 12 h.
         With None the retry policy decides. After its last attempt the message is a dead letter. Raises
