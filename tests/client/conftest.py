@@ -12,12 +12,12 @@ from mqstore import Store
 from mqstore.broker import opening
 from mqstore.broker.broker import Broker
 from mqstore.log.store import MessageStore
+from tests.client.doors import DOORS, Doors, opened
 from tests.client.pushsupport import PushBench
 from tests.connecting import ConnectedBroker
 
 _CONNECTED = (
     "aio_clients",
-    "get_any",
     "producer",
     "pull_consumer",
     "pop_push",
@@ -73,7 +73,6 @@ _HERE_ONLY = {
     "test_get_and_ack_of_items_that_were_read_ahead_need_no_thread": _AT_ONCE,
     "test_handlers_that_run_hold_no_thread": _THREADS,
     "test_hanging_handler_is_void_and_the_rest_is_settled": _THREADS,
-    "test_items_are_those_of_the_model": _LEASES,
     "test_it_is_a_member_from_its_first_receive_to_its_end": _LISTENERS,
     "test_kill_brings_again_exactly_what_was_not_committed": _NOTES,
     "test_letters_of_an_ordered_group_come_in_their_order_and_one_at_a_time": "settles by one text, not a list of them",
@@ -89,8 +88,10 @@ _HERE_ONLY = {
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     name = metafunc.module.__name__.rpartition(".test_")[2]
-    # Files with tests by each door run behind a server by themselves.
-    if name in _CONNECTED or (ALL and name not in _NOT_CONNECTED and not hasattr(metafunc.module, "DOORS")):
+    # Tests by each door run behind a server by themselves.
+    by_doors = "doors" in metafunc.fixturenames
+    others = ALL and name not in _NOT_CONNECTED and not hasattr(metafunc.module, "Doors")
+    if not by_doors and (name in _CONNECTED or others):
         why = _HERE_ONLY.get(metafunc.function.__name__)
         pipe = pytest.param("connect", marks=pytest.mark.skip(reason=why) if why else ())
         metafunc.parametrize("_broker_at", ["here", pipe], indirect=True)
@@ -122,6 +123,13 @@ def bench(tmp_path: Path) -> Iterator[PushBench]:
     bench = PushBench(tmp_path)
     yield bench
     bench.close()
+
+
+@pytest.fixture(params=DOORS)
+def doors(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doors]:
+    """A store whose time stands still, by each door."""
+    with opened(tmp_path / "store", request.param, monkeypatch) as doors:
+        yield doors
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,90 +11,47 @@ import pytest
 
 import mqstore
 import mqstore.aio
-from mqstore import Queue, QueueEmpty, QueueShutDown, SimulatedClock, Store
-from mqstore.errors import ConfigError, StoreClosedError
+from mqstore import QueueEmpty, QueueShutDown
+from mqstore.errors import StoreClosedError
 from mqstore.signalsafe import Bell
+from tests.client.doors import Awaited, Doors
 from tests.client.support import ended, in_thread, parked, until
 
 
-class Sync:
-    """Queues of one store, and `mqstore.get_any`."""
+class Way:
+    """Queues, and `get_any`, by one door."""
 
-    def __init__(self, path: Path) -> None:
-        self.store: Any = mqstore.open(path)
+    def __init__(self, doors: Doors) -> None:
+        self.doors = doors
         self.made: dict[str, Any] = {}
 
-    def queue(self, name: str) -> Queue:
-        queue: Queue = self.made.setdefault(name, self.store.queue(name, codec=mqstore.TEXT))
-        return queue
+    def queue(self, name: str) -> Any:
+        return self.made.get(name) or self.made.setdefault(name, self.doors.queue(name, codec=mqstore.TEXT))
 
-    @property
-    def sync(self) -> Store:
-        found: Store = self.store
-        return found
+    def put(self, name: str, value: str) -> None:
+        self.queue(name).put(value)
+        self.doors.settle()
 
     def take(self, *names: str, timeout: float | None = 20) -> str:
-        for name in names:
-            self.queue(name)
-        task = mqstore.get_any([self.made[name] for name in names], timeout)
+        queues = [getattr(self.queue(name), "_wrapped", self.queue(name)) for name in names]
+        here: Any = Awaited(self.doors._on_loop, mqstore.aio) if self.doors.door == "aio" else mqstore
+        task = here.get_any(queues, timeout)
         task.ack()
         return f"{task.message.topic} {task.value}"
 
-    def close(self) -> None:
-        self.store.close()
+    def waiting(self, *names: str, timeout: float | None = 20) -> tuple[threading.Thread, list[Any]]:
+        """Take in another thread, which waits."""
+        started = in_thread(lambda: self.take(*names, timeout=timeout))
+        until(lambda: parked(self.doors.broker) == len(names))
+        return started
 
 
-class Coroutines(Sync):
-    """The same with `mqstore.aio.get_any`, on a loop in a thread."""
-
-    def __init__(self, path: Path) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever)
-        self.thread.start()
-        self.made = {}
-        self.store = self.run(lambda: mqstore.aio.open(path))
-
-    def run(self, make: Callable[[], Any]) -> Any:
-        async def main() -> Any:
-            return await make()
-
-        return asyncio.run_coroutine_threadsafe(main(), self.loop).result(30)
-
-    def queue(self, name: str) -> Queue:
-        if name not in self.made:
-            self.made[name] = self.run(lambda: self.store.queue(name, codec=mqstore.TEXT))
-        queue: Queue = self.made[name].sync
-        return queue
-
-    @property
-    def sync(self) -> Store:
-        found: Store = self.store.sync
-        return found
-
-    def take(self, *names: str, timeout: float | None = 20) -> str:
-        for name in names:
-            self.queue(name)
-        queues = [self.made[name] for name in names]
-        task = self.run(lambda: mqstore.aio.get_any(queues, timeout))
-        self.run(task.ack)
-        return f"{task.message.topic} {task.value}"
-
-    def close(self) -> None:
-        with suppress(StoreClosedError):
-            self.run(self.store.close)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-        self.loop.close()
+@pytest.fixture
+def way(doors: Doors) -> Way:
+    return Way(doors)
 
 
-@pytest.fixture(params=[Sync, Coroutines], ids=["threads", "coroutines"])
-def way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sync]:
-    way: Sync = request.param(tmp_path / "store")
-    yield way
-    way.close()
-
-
-def test_items_come_in_the_order_of_the_queues(way: Sync) -> None:
+def test_items_come_in_the_order_of_the_queues(way: Way) -> None:
     for name in ("low", "high", "middle"):
         way.queue(name).put_many("ab")
     taken = [way.take("high", "middle", "low") for _ in range(6)]
@@ -104,74 +59,62 @@ def test_items_come_in_the_order_of_the_queues(way: Sync) -> None:
 
 
 @pytest.mark.parametrize("name", ["high", "low"])
-def test_it_waits_for_an_item_of_any_queue(way: Sync, name: str) -> None:
-    queue = way.queue(name)
-    thread, found = in_thread(lambda: way.take("high", "low", timeout=None))
-    until(lambda: parked(way.sync.broker) == 2)
-    queue.put("x")
+def test_it_waits_for_an_item_of_any_queue(way: Way, name: str) -> None:
+    thread, found = way.waiting("high", "low", timeout=None)
+    way.put(name, "x")
     assert ended(thread, found) == f"{name} x"
-    assert parked(way.sync.broker) == 0
+    assert parked(way.doors.broker) == 0
 
 
-def test_it_waits_for_an_item_that_failed(way: Sync) -> None:
+def test_it_waits_for_an_item_that_failed(way: Way) -> None:
     queue = way.queue("low")
     queue.put("x")
     task = queue.get()
-    thread, found = in_thread(lambda: way.take("high", "low"))
-    until(lambda: parked(way.sync.broker) == 2)
+    thread, found = way.waiting("high", "low")
     task.nack(delay=0)
+    way.doors.settle()
     assert ended(thread, found) == "low x"
 
 
 @pytest.mark.parametrize("timeout", [0, 0.05])
-def test_nothing_in_time(way: Sync, timeout: float) -> None:
+def test_nothing_in_time(way: Way, timeout: float) -> None:
     with pytest.raises(QueueEmpty, match="nothing to get from 'high', 'low'"):
         way.take("high", "low", timeout=timeout)
-    assert parked(way.sync.broker) == 0
+    assert parked(way.doors.broker) == 0
 
 
-def test_no_queue_at_all(way: Sync) -> None:
-    with pytest.raises(ConfigError, match="takes a list of one or more"):
-        way.take()
-
-
-def test_a_queue_that_was_shut_down_gives_the_rest_and_is_left_out(way: Sync) -> None:
+def test_a_queue_that_was_shut_down_gives_the_rest_and_is_left_out(way: Way) -> None:
     way.queue("high").put("last")
     way.queue("high").shutdown()
     way.queue("low").put("x")
     assert [way.take("high", "low") for _ in range(2)] == ["high last", "low x"]
     thread, found = in_thread(lambda: way.take("high", "low"))
-    until(lambda: parked(way.sync.broker) == 1)
-    way.queue("low").put("y")
+    until(lambda: parked(way.doors.broker) == 1)
+    way.put("low", "y")
     assert ended(thread, found) == "low y"
 
 
-def test_a_shutdown_of_all_queues_ends_the_wait(way: Sync) -> None:
-    way.queue("high")
-    thread, found = in_thread(lambda: way.take("high", "low"))
-    until(lambda: parked(way.sync.broker) == 2)
+def test_a_shutdown_of_all_queues_ends_the_wait(way: Way) -> None:
+    thread, found = way.waiting("high", "low")
     way.queue("high").shutdown()
-    until(lambda: parked(way.sync.broker) == 1)
+    until(lambda: parked(way.doors.broker) == 1)
     way.queue("low").shutdown(immediate=True)
     assert isinstance(ended(thread, found), QueueShutDown)
 
 
-def test_closing_the_store_ends_the_wait(way: Sync) -> None:
-    thread, found = in_thread(lambda: way.take("high", "low"))
-    until(lambda: parked(way.sync.broker) == 2)
-    way.sync.close()
+def test_closing_the_store_ends_the_wait(way: Way) -> None:
+    thread, found = way.waiting("high", "low")
+    way.doors.store.close()
     assert isinstance(ended(thread, found), StoreClosedError)
 
 
-def test_an_item_that_it_does_not_take_wakes_another_receiver(way: Sync) -> None:
+def test_an_item_that_it_does_not_take_wakes_another_receiver(way: Way) -> None:
     """A message wakes one receiver. The wait has a turn of both queues, and uses that of one."""
-    high, low = way.queue("high"), way.queue("low")
-    thread, found = in_thread(lambda: way.take("high", "low"))
-    until(lambda: parked(way.sync.broker) == 2)
-    other, got = in_thread(lambda: low.get(timeout=20).value)
-    until(lambda: parked(way.sync.broker) == 3)
-    high.put("y")
-    low.put("x")
+    thread, found = way.waiting("high", "low")
+    other, got = in_thread(lambda: way.queue("low").get(timeout=20).value)
+    until(lambda: parked(way.doors.broker) == 3)
+    way.queue("high").put("y")
+    way.put("low", "x")
     assert [ended(thread, found), ended(other, got)] == ["high y", "x"]
 
 
@@ -232,11 +175,3 @@ def test_a_cancelled_wait_has_taken_nothing(tmp_path: Path) -> None:
             return [queue.name for queue in queues if await queue.qsize() or parked(store.sync.broker)]
 
     assert asyncio.run(main()) == []
-
-
-def test_by_a_clock_of_its_own_it_looks_at_once(tmp_path: Path) -> None:
-    config = mqstore.StoreConfig(clock=SimulatedClock())
-    with mqstore.open(tmp_path / "store", config=config) as store:
-        queue = store.queue("jobs", codec=mqstore.TEXT)
-        queue.put("x", priority=3)
-        assert mqstore.get_any([queue], 0).value == "x"

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
-from pathlib import Path
 
 import pytest
 
 import mqstore
 from mqstore.admin import queue_topic
 from mqstore.errors import ConfigError, FormatError, InvalidMessageError
-from tests.client.doors import DOORS, Doors, opened
-
-
-@pytest.fixture(params=DOORS)
-def doors(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doors]:
-    with opened(tmp_path / "store", request.param, monkeypatch) as doors:
-        yield doors
+from tests.client.doors import Doors
 
 
 @dataclass
@@ -67,14 +59,6 @@ def test_bad_name_makes_nothing(doors: Doors, name: str) -> None:
     with pytest.raises(ConfigError, match=r"name of a queue|topic of the engine"):
         doors.queue(name)
     assert doors.store.topics() == []
-
-
-def test_items_have_their_type(doors: Doors) -> None:
-    queue = doors.queue(codec=mqstore.DATACLASS(Job))
-    jobs = [Job(1), Job(2, date(2026, 11, 29)), Job(3)]
-    queue.put(jobs[0])
-    queue.put_many(jobs[1:])
-    assert doors.values(queue) == jobs
 
 
 def test_wrong_type_is_refused_before_anything_is_stored(doors: Doors) -> None:

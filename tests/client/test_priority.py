@@ -1,13 +1,8 @@
-"""Priorities of a queue, and tasks that are given back: a table of calls in the process, behind a server and with
-coroutines, and random runs with retries, delays, releases, restarts and kills against a model."""
+"""Priorities of a queue, and tasks that are given back. `tests/crash/test_items_kill.py` has random runs."""
 
 from __future__ import annotations
 
-import asyncio
-import random
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
-from inspect import isawaitable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +11,9 @@ import pytest
 import mqstore
 import mqstore.aio
 from mqstore import Queue, RetryPolicy
-from mqstore.errors import ConfigError, QueueEmpty, ReceiptExpiredError
+from mqstore.errors import ConfigError, ReceiptExpiredError
 from tests.client import popsupport
+from tests.client.doors import Doors
 from tests.client.support import ended, in_thread, parked, until
 
 
@@ -46,108 +42,32 @@ def taken(queue: Queue) -> list[tuple[str, int]]:
     return found
 
 
-# -- one table, three ways ---------------------------------------------------------------------------------------------
-
-Step = Callable[[Any], Any]
-"""A step with a queue, whose calls may be coroutines. It returns what the queue has then given."""
-
-
-async def drained(queue: Any) -> str:
-    """Return the items that are ready, in their order, and acknowledge them."""
-    items = ""
-    while True:
-        try:
-            task = await _done(queue.get(block=False))
-        except QueueEmpty:
-            return items
-        items += task.value
-        await _done(task.ack())
-
-
-async def _done(result: Any) -> Any:
-    return await result if isawaitable(result) else result
-
-
-async def highest_first(queue: Any) -> str:
-    for item, priority in (("d", 0), ("b", 5), ("a", 9), ("c", 5), ("e", 0)):
-        await _done(queue.put(item, priority=priority))
-    return await drained(queue)
-
-
-async def many_of_one_priority(queue: Any) -> str:
-    await _done(queue.put_many("ef"))
-    await _done(queue.put_many("cd", priority=3))
-    await _done(queue.put_many("ab", priority=4))
-    return await drained(queue)
-
-
-async def several_at_once(queue: Any) -> str:
-    for item, priority in (("c", 0), ("b", 1), ("a", 2)):
-        await _done(queue.put(item, priority=priority))
-    return "".join(task.value for task in await _done(queue.get_many(3)))
-
-
-async def first_priority_comes_late(queue: Any) -> str:
-    await _done(queue.put_many("bc"))
-    leased = await _done(queue.get())
-    await _done(queue.put("a", priority=1))
-    items = await drained(queue)
-    await _done(leased.ack())
-    return items + str(await _done(queue.qsize()))
-
-
-async def item_that_was_given_back(queue: Any) -> str:
-    await _done(queue.put_many("ab"))
-    task = await _done(queue.get())
-    await _done(task.release())
-    again = await _done(queue.get())
-    return f"{again.value}{again.attempt}"
-
-
-async def item_that_was_given_back_for_later(queue: Any) -> str:
-    await _done(queue.put_many("ab"))
-    task = await _done(queue.get())
-    await _done(task.release(delay=0.3))
-    before = await drained(queue)
-    again = await _done(queue.get(timeout=20))
-    return f"{before}{again.value}{again.attempt}"
-
-
-TABLE = {
-    highest_first: "abcde",
-    many_of_one_priority: "abcdef",
-    several_at_once: "abc",
-    first_priority_comes_late: "ac0",
-    item_that_was_given_back: "a1",
-    item_that_was_given_back_for_later: "ba1",
-}
-
-
-@pytest.mark.parametrize("way", ["sync", "aio"])
-@pytest.mark.parametrize(("steps", "expected"), TABLE.items(), ids=lambda each: getattr(each, "__name__", ""))
-def test_steps_give_these_items(
-    tmp_path: Path, way: str, steps: Callable[[Any], Awaitable[str]], expected: str
-) -> None:
-    async def with_coroutines() -> str:
-        async with mqstore.aio.open(tmp_path / "store") as store:
-            return await steps(await store.queue("jobs", codec=mqstore.TEXT))
-
-    async def without() -> str:
-        with mqstore.open(tmp_path / "store") as store:
-            return await steps(store.queue("jobs", codec=mqstore.TEXT))
-
-    assert asyncio.run(with_coroutines() if way == "aio" else without()) == expected
-
-
 # -- priorities --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("priority", [-1, 10, 1.5, "high", True])
-def test_a_priority_that_is_none_is_refused_and_nothing_is_stored(bench: Bench, priority: Any) -> None:
+def test_items_come_by_priority_and_then_in_order(doors: Doors) -> None:
+    queue = doors.queue(codec=mqstore.TEXT)
+    for item, priority in (("d", 0), ("b", 5), ("a", 9), ("c", 5), ("e", None)):
+        queue.put(item, priority=priority)
+    queue.put_many("fg")
+    assert [task.value for task in queue.get_many(2)] == ["a", "b"]
+    assert doors.values(queue) == list("cdefg")
+
+
+def test_first_priority_overtakes_what_is_there(doors: Doors) -> None:
+    queue = doors.queue(codec=mqstore.TEXT)
+    queue.put_many("bc")
+    leased = queue.get(block=False)
+    queue.put("a", priority=1)
+    assert doors.values(queue) == ["a", "c"]
+    leased.ack()
+    assert queue.qsize() == 0
+
+
+def test_a_priority_that_is_none_is_refused_and_nothing_is_stored(bench: Bench) -> None:
     queue = bench.queue()
-    for put in (queue.put, queue.put_many):
-        with pytest.raises(ConfigError, match="priority is 0 to 9"):
-            put("x", priority=priority)
+    with pytest.raises(ConfigError, match="priority is 0 to 9"):
+        queue.put_many("x", priority=10)
     assert queue.empty()
     assert bench.store.broker.topics.require("jobs").read_queues == 1
 
@@ -397,142 +317,3 @@ def test_released_item_is_delayed_until_it_returns(bench: Bench, ordered: bool) 
     assert [queue.purge(state) for state in ("leased", "retry", "delayed")] == [0, 0, 1]
     bench.advance(5)
     assert taken(queue) == []
-
-
-# -- against a model ---------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Item:
-    """Item of the model."""
-
-    priority: int
-    serial: int
-    state: str = "fresh"
-    """fresh, given (back, ready), again (a retry, ready), leased, or waits (not ready before `due_s`)."""
-    attempt: int = 1
-    due_s: float = 0
-    then: str = ""
-    """State after `due_s`. A lease that ends by itself is a failed attempt."""
-    moved: bool = False
-    """True once it has failed. Then a release leaves it among the retries."""
-
-
-class Model:
-    """Rules of the queue, without any of its code."""
-
-    def __init__(self) -> None:
-        self.items: dict[str, Item] = {}
-        self.now_s = 0.0
-        self.serial = 0
-
-    def put(self, name: str, priority: int, delay_s: float) -> None:
-        self.serial += 1
-        self.items[name] = Item(priority, self.serial, "fresh")
-        if delay_s:
-            self.wait(name, delay_s, "fresh")
-
-    def wait(self, name: str, delay_s: float, then: str, state: str = "waits") -> None:
-        item = self.items[name]
-        item.due_s, item.then, item.state = self.now_s + delay_s, then, state
-        self.pass_time(0)
-
-    def pass_time(self, by_s: float) -> None:
-        self.now_s += by_s
-        for item in sorted(self.items.values(), key=lambda each: each.due_s):
-            if item.state in ("waits", "leased") and item.due_s <= self.now_s:
-                if item.state == "leased":
-                    self.fail(item)
-                else:
-                    if item.then == "fresh":  # it is stored in its queue now
-                        self.serial += 1
-                        item.serial = self.serial
-                    item.state = item.then
-
-    def fail(self, item: Item) -> None:
-        item.attempt, item.state, item.moved = item.attempt + 1, "again", True
-
-    def may_come(self) -> set[str]:
-        """Names of the items that the next `get` may return."""
-        ready = [(name, item) for name, item in self.items.items() if item.state in ("fresh", "given", "again")]
-        if not ready:
-            return set()
-        highest = max(item.priority for _, item in ready)
-        ready = [(name, item) for name, item in ready if item.priority == highest]
-        first = {name for name, item in ready if item.moved}
-        for state in ("given", "fresh"):  # in the order of `put`, those given back first
-            mine = [(item.serial, name) for name, item in ready if item.state == state and not item.moved]
-            if mine:
-                return first | {min(mine)[1]}
-        return first
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_items_come_as_the_model_says(bench: Bench, seed: int) -> None:
-    rng, model = random.Random(seed), Model()
-    # After a kill an item that has just become due may come twice (docs/delivery.md), so no run has both.
-    how, delays = ("kill", (0,)) if seed % 2 else ("close", (0, 0, 0, 2))
-    served = hasattr(bench.broker, "behind")
-    queue = bench.queue(visibility=30, retry=RetryPolicy(None))
-    tasks: dict[str, Any] = {}
-
-    def get() -> None:
-        expected = model.may_come()
-        try:
-            task = queue.get(block=False)
-        except QueueEmpty:
-            assert not expected
-            return
-        assert task.value in expected
-        assert task.attempt == model.items[task.value].attempt
-        model.wait(task.value, 30, "", "leased")
-        tasks[task.value] = task
-
-    def settle() -> None:
-        leased = [name for name, item in model.items.items() if item.state == "leased" and name in tasks]
-        if not leased:
-            return
-        name, delay = rng.choice(leased), rng.choice((0, 0, 1, 5))
-        task, item = tasks.pop(name), model.items[name]
-        match rng.choice(("ack", "nack", "release", "release")):
-            case "ack":
-                task.ack()
-                del model.items[name]
-            case "nack":
-                task.nack(delay=delay)
-                item.attempt, item.moved = item.attempt + 1, True
-                model.wait(name, delay, "again")
-            case _:
-                task.release(delay=delay)
-                model.wait(name, delay, "again" if item.moved else "given")
-
-    def restart() -> None:
-        nonlocal queue
-        bench.restart(how)
-        queue = bench.queue(visibility=30)
-        tasks.clear()
-        for item in model.items.values():
-            if item.state == "leased" and not served:  # a client outlives the server
-                model.fail(item)
-
-    for number in range(80):
-        step = rng.random()
-        if step < 0.35:
-            delay = rng.choice(delays)
-            priority = rng.choice((0, 0, 3, 9))
-            queue.put(str(number), priority=priority, delay=delay or None)
-            model.put(str(number), priority, delay)
-        elif step < 0.65:
-            get()
-        elif step < 0.88:
-            settle()
-        elif step < 0.97:
-            bench.advance(by := rng.choice((1, 1, 4, 31)))
-            model.pass_time(by)
-        else:
-            restart()
-        bench.settle()
-        ready = {name for name, item in model.items.items() if item.state != "waits" or item.then != "fresh"}
-        assert queue.qsize() == len(ready)
-    while model.may_come():
-        get()

@@ -47,16 +47,6 @@ def taken(queue: Queue) -> list[Any]:
 # -- the verbs of queue.Queue ----------------------------------------------------------------------------------------
 
 
-def test_item_with_a_delay_goes_into_a_queue_with_a_limit(bench: Bench) -> None:
-    """Story: the item was stored, and then `put` raised StoreBusyError. It noted the delay under its own lock."""
-    queue = bench.queue(maxsize=2)
-
-    queue.put(b"later", delay=5)
-
-    bench.advance(6)
-    assert taken(queue) == [b"later"]
-
-
 def test_unfinished_items_are_counted(bench: Bench) -> None:
     queue = bench.queue()
     assert (queue.qsize(), len(queue), queue.empty(), queue.full()) == (0, 0, True, False)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import mqstore
-from tests.client.doors import DOORS, Doors, opened
+from mqstore.errors import ReceiptExpiredError
+from tests.client.doors import Doors
 
 STATES = ("ready", "leased", "retry", "delayed", "dead")
-
-
-@pytest.fixture(params=DOORS)
-def doors(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doors]:
-    with opened(tmp_path / "store", request.param, monkeypatch) as doors:
-        yield doors
 
 
 def listed(doors: Doors, queue: Any, state: Any = None) -> list[Any]:
@@ -118,3 +114,31 @@ def test_purged_items_do_not_come_back(doors: Doors, act: str) -> None:
     doors.advance(120)
     assert doors.values(queue) == ["after"]
     assert queue.counts() == counts(dead=1)
+
+
+def test_items_put_during_a_purge_are_counted_or_left(tmp_path: Path) -> None:
+    """Each of them is in one result of `purge`, or still there, and none twice."""
+    count, purged = 3_000, []
+    with mqstore.open(tmp_path / "store") as store:
+        queue: Any = store.queue("jobs", codec=mqstore.JSON)
+
+        def put(first: int) -> None:
+            for number in range(first, first + count):
+                queue.put(number, **({"delay": 0.002 * (number % 7)} if number % 3 == 0 else {}))
+
+        def lease() -> None:
+            while any(thread.is_alive() for thread in threads[:2]):
+                for task in queue.get_many(3):
+                    with suppress(ReceiptExpiredError):  # it was purged
+                        task.nack(0.01)
+
+        threads = [threading.Thread(target=put, args=(i * count,)) for i in range(2)]
+        threads.append(threading.Thread(target=lease))
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            purged.append(queue.purge())
+
+        assert sum(purged) + queue.purge() == 2 * count
+        assert list(queue.items()) == []
+        assert set(queue.counts().values()) == {0}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 import mqstore
 import mqstore.aio
 from mqstore.client.itemoptions import ItemOptions
-from tests.client.doors import DOORS, Awaited, Doors, opened
+from tests.client.doors import Awaited, Doors
 
 TASK = ("release", "progress")
 OTHERS = ("put_many", "cancel", "find", "peek", "items", "counts", "purge", "get_any", "run", "codec", "name")
@@ -21,12 +21,6 @@ OTHERS = ("put_many", "cancel", "find", "peek", "items", "counts", "purge", "get
 @dataclass
 class Job:
     page: int
-
-
-@pytest.fixture(params=DOORS)
-def doors(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doors]:
-    with opened(tmp_path / "store", request.param, monkeypatch) as doors:
-        yield doors
 
 
 def texts(doors: Doors, **options: Any) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +14,40 @@ import pytest
 import mqstore
 import mqstore.aio
 from mqstore import errors
-from tests.client.doors import DOORS, Doors, opened
+from tests.client.doors import Doors
 
 Put = dict[str, Any]
 
 
-@pytest.fixture(params=DOORS)
-def doors(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doors]:
-    with opened(tmp_path / "store", request.param, monkeypatch) as doors:
-        yield doors
-
-
 PUTS: list[tuple[Put, type[Exception], str]] = [
     ({"prority": 3}, TypeError, "did you mean 'priority'"),
+    ({"keys": "k"}, TypeError, "did you mean 'key'"),
+    ({"delay": -1}, errors.InvalidMessageError, "delay"),
+    *[({"priority": bad}, errors.ConfigError, f"priority is 0 to 9, not {bad!r}") for bad in (-1, 1.5, "high", True)],
     ({"priority": 10}, errors.ConfigError, "priority is 0 to 9, not 10"),
     ({"key": 5}, errors.InvalidMessageError, "keys must be a str or several, not 5"),
     ({"key": b"x"}, errors.InvalidMessageError, "keys must be a str or several, not b'x'"),
     ({"key": ("a", 5)}, errors.InvalidMessageError, "keys 5: a key must be a str"),
     ({"key": "a b"}, errors.InvalidMessageError, "keys 'a b': a key must be a str without spaces"),
+    ({"key": ""}, errors.InvalidMessageError, "keys '': a key must be a str without spaces"),
+    ({"tag": "a|b"}, errors.InvalidMessageError, "tag"),
     ({"tag": 5}, errors.InvalidMessageError, "tag 5: a tag must be a str"),
     ({"properties": [("a", "b")]}, errors.InvalidMessageError, "properties must be a mapping"),
+    ({"properties": {"KEYS": "k"}}, errors.InvalidMessageError, "KEYS"),
     ({"properties": {"a": 1}}, errors.InvalidMessageError, "the value of 'a' must be a str"),
+    *[({"unique": bad}, errors.InvalidMessageError, "unique must be a str, and not blank") for bad in ("", " ")],
     ({"unique": 5}, errors.InvalidMessageError, "unique must be a str, and not blank, not 5"),
     ({"unique": b"x"}, errors.InvalidMessageError, "unique must be a str, and not blank, not b'x'"),
     ({"unique": "n", "key": 5}, errors.InvalidMessageError, "keys must be a str or several, not 5"),
     ({"unique_for": 5}, errors.InvalidMessageError, "give unique=, too"),
+    ({"unique": "n", "unique_for": -1}, errors.ConfigError, "unique_for"),
+    *[
+        ({"expires": bad}, errors.InvalidMessageError, "leaves no time")
+        for bad in (0, datetime(2000, 1, 1, tzinfo=UTC))
+    ],
+    ({"expires": -1}, errors.ConfigError, "expires"),
+    ({"expires": "5"}, errors.ConfigError, "expires"),
+    ({"expires": datetime(2000, 1, 1)}, ValueError, "time zone"),
     ({"expires": 5, "delay": 10}, errors.InvalidMessageError, "expires=5 leaves no time"),
 ]
 
@@ -86,12 +96,6 @@ def test_wrong_state_is_refused_with_the_states(doors: Doors, verb: str) -> None
     with pytest.raises(errors.ConfigError, match=r"ready, leased, retry, delayed.*not 'Ready'") as found:
         _look(doors, queue, verb, "Ready")
     assert "byte" not in str(found.value)
-
-
-def test_error_of_ordered_queue_has_its_name(doors: Doors) -> None:
-    queue = doors.queue("my jobs", ordered=True)
-    with pytest.raises(errors.ConfigError, match="queue 'my jobs' is ordered"):
-        queue.put(b"x", priority=1)
 
 
 @pytest.mark.parametrize("options", [{}, {"delay": 60}])

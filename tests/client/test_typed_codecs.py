@@ -328,17 +328,3 @@ def test_missing_package_is_named_before_a_queue_is_made(
 def test_codecs_show_their_public_names(codec: mqstore.Codec) -> None:
     names = {"Tree": Tree, "Model": Model, "mqstore": mqstore}
     assert repr(eval(repr(codec), names)) == repr(codec)
-
-
-def test_wrong_item_stores_nothing(mq_store: mqstore.Store) -> None:
-    jobs = mq_store.queue("jobs", codec=DATACLASS(Place))
-    for put in (jobs.put, lambda item: jobs.put_many([Place(street="a"), item])):
-        with pytest.raises(InvalidMessageError):
-            put(Place(street=7))  # type: ignore[arg-type]
-    assert jobs.qsize() == 0
-    jobs.put(Place(street="a"))
-    mq_store.put("jobs", b'{"street":8}', queue_id=0)
-    with jobs.get() as task:
-        assert task.value == Place(street="a")
-    with pytest.raises(FormatError), jobs.get() as task:
-        assert task.value

@@ -1,4 +1,4 @@
-"""kill -9 among all verbs of a queue, against a model that is written apart.
+"""All verbs of a queue, and kill -9 among them, against a model that is written apart.
 
 A child works on the queue, with a clock that it moves itself, and says each step before and after it. The parent kills
 it at any time, and starts another on the directory, at the time that the last one had. The model knows every state that
@@ -17,6 +17,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,7 +124,9 @@ class Work:
             return sorted([i.value, i.state, i.attempt, round(1000 * (i.until or 0)), i.progress] for i in items)
 
         found = {key: rows(self.queue.find(key)) for key in _KEYS}
-        return {"items": rows(self.queue.items()), "counts": self.queue.counts(), "keys": found}
+        states = {state: rows(self.queue.items(state)) for state in ("ready", "leased", "retry", "delayed", "dead")}
+        counts, size = self.queue.counts(), self.queue.qsize()
+        return {"items": rows(self.queue.items()), "states": states, "counts": counts, "size": size, "keys": found}
 
     def held(self) -> list[int]:
         """Return the items that are leased here."""
@@ -417,6 +420,9 @@ class Model:
     def look(self, answer: Step) -> None:
         rows, items = answer["items"], self.items
         counts, seen = Counter(answer["counts"]), Counter(row[1] for row in rows)
+        assert all(found == [row for row in rows if row[1] == state] for state, found in answer["states"].items())
+        least = seen["ready"] + seen["leased"] + seen["retry"]
+        assert least <= answer["size"] <= least + seen["delayed"]
         if self.now_ms < self.opened_ms + 1_000:  # cancelled ones that were due in this second may count
             counts["delayed"] = max(counts["delayed"], seen["delayed"])
         assert counts == seen
@@ -477,7 +483,11 @@ class Model:
             elif (kind == "cancel" and item.n == n) or kind == "purge":
                 chosen = self._chosen(item, step.get("state"))
                 item.states |= {_DONE for state in chosen if kind == "purge" or state.kind != "leased"}
-            # They are copied by the next open, which makes them ready.
+        self.closed()
+
+    def closed(self) -> None:
+        """End all leases. Their items are copied by the next open, which makes them ready."""
+        for item in self.items.values():
             item.states = {s._replace(at_ms=self.now_ms) if s.kind == "leased" else s for s in item.states}
 
 
@@ -501,11 +511,17 @@ def one_round(path: Path, model: Model, rng: random.Random) -> None:
     model.killed()
 
 
-def drain(path: Path, model: Model) -> None:
-    """Take all that is left."""
+def opened(path: Path, model: Model) -> Work:
+    """Open the queue in this process."""
     model.hear({"do": "open"})
     here = Work(path, model)
     model.hear({"answer": {}})
+    return here
+
+
+def drain(path: Path, model: Model) -> None:
+    """Take all that is left."""
+    here = opened(path, model)
 
     def do(kind: str, **given: Any) -> Step:
         return here.do({"do": kind, **given}, lambda said: None)
@@ -521,6 +537,22 @@ def drain(path: Path, model: Model) -> None:
         assert here.queue.qsize() == 0
     finally:
         here.store.close()
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["standard", "ordered"])
+@pytest.mark.parametrize("seed", range(8))
+def test_queue_is_as_the_model(tmp_path: Path, seed: int, ordered: bool) -> None:
+    """Nobody kills it, so the model knows the state of each item."""
+    rng, model = random.Random(f"{_SEED} {seed}"), Model(ordered)
+    for _ in range(4):
+        here = opened(tmp_path / "store", model)
+        for step in islice(here.steps(rng, model.last + 1), 80):
+            here.do(step, lambda said: None)
+            here.do({"do": "look"}, lambda said: None)
+        here.store.close()
+        model.closed()
+        assert all(len(item.states) == 1 for item in model.items.values() if item.expires_ms == inf)
+    drain(tmp_path / "store", model)
 
 
 @pytest.mark.parametrize("kind", ["standard", "ordered", "small journal"])

@@ -1,25 +1,79 @@
-"""Items that expire before they are first delivered, by each door."""
+"""Receipts of `Queue.put`, items by key, and items that expire before they are first delivered, by each door."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+import mqstore
 from mqstore import RetryPolicy
-from mqstore.errors import InvalidMessageError
-from tests.client.doors import DOORS, Doors, opened
-
-BOTH = pytest.mark.parametrize("ordered", [False, True], ids=["standard", "ordered"])
+from tests.client.doors import Doors
+from tests.client.popsupport import BOTH
 
 
-@pytest.fixture(params=DOORS)
-def doors(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doors]:
-    with opened(tmp_path / "store", request.param, monkeypatch) as doors:
-        yield doors
+@pytest.mark.parametrize("options", [{}, {"maxsize": 100}], ids=["unlimited", "limited"])
+def test_each_put_returns_the_receipt_of_its_item(doors: Doors, options: Any) -> None:
+    queue = doors.queue(**options)
+    receipts = [
+        queue.put(b"0"),
+        queue.put(b"1", tag="t"),
+        queue.put_nowait(b"2", key="k"),
+        *queue.put_many([b"3", b"4"]),
+    ]
+    assert [receipt.offset for receipt in receipts] == [0, 1, 2, 3, 4]
+    assert [task.message.unique_key for task in queue.get_many(5)] == [receipt.id for receipt in receipts]
+
+
+def test_id_of_a_delayed_item_is_that_of_its_delivery(doors: Doors) -> None:
+    queue = doors.queue()
+    receipt = queue.put(b"later", delay=5)
+    doors.advance(6)
+    task = queue.get(block=False)
+    assert (task.message.unique_key, task.attempt) == (receipt.id, 1)
+
+
+# -- by key ------------------------------------------------------------------------------------------------------------
+
+
+def test_items_of_a_key_are_found_in_each_state(doors: Doors) -> None:
+    queue, other = doors.queue(codec=mqstore.TEXT, retry=RetryPolicy(2, [5])), doors.queue("other")
+    for value in ("done", "dead", "retry", "leased", "ready", "delayed"):
+        queue.put(value, key=["k", value], delay=60 if value == "delayed" else None)
+    queue.put("else", key="k2")
+    other.put(b"ready", key="k")
+    tasks = queue.get_many(4)
+    tasks[0].ack()
+    tasks[1].reject("no")
+    tasks[2].nack(60)
+    found = {item.value: item for item in queue.find("k")}
+    assert {value: item.state for value, item in found.items()} == {
+        value: value for value in ("dead", "retry", "leased", "ready", "delayed")
+    }
+    for value, item in found.items():
+        assert [each.id for each in queue.find(value)] == [item.id]
+        assert queue.cancel(item) is (value in ("retry", "ready", "delayed"))
+    assert {item.value for item in queue.find("k")} == {"dead", "leased"}
+    assert queue.find("nothing") == []
+
+
+@BOTH
+def test_find_costs_the_same_after_a_long_past(doors: Doors, ordered: bool) -> None:
+    queue = doors.queue(ordered=ordered)
+    for value in range(200):
+        queue.put(b"%d" % value, key="k")
+    assert len(queue.find("k")) == 200
+    assert len(doors.values(queue)) == 200
+    receipt = queue.put(b"new", key="k")
+    log = doors.store.broker._parts.store
+    reads, at = [], log.at
+    log.at = lambda offset: reads.append(offset) or at(offset)
+    assert [item.id for item in queue.find("k")] == [receipt.id]
+    assert len(reads) <= 4
+
+
+# -- expiry ------------------------------------------------------------------------------------------------------------
 
 
 @BOTH
@@ -76,18 +130,6 @@ def test_time_may_be_a_datetime(doors: Doors) -> None:
     doors.advance(0.2)
     task.ack()
     assert doors.values(queue) == []
-
-
-@pytest.mark.parametrize(
-    "options", [{"expires": 0}, {"expires": -1}, {"expires": datetime(2000, 1, 1, tzinfo=UTC)},
-                {"expires": datetime(2000, 1, 1)}, {"expires": 5, "delay": 5}, {"expires": "5"}],
-    ids=str,
-)  # fmt: skip
-def test_time_that_cannot_be_is_refused(doors: Doors, options: Any) -> None:
-    queue = doors.queue()
-    with pytest.raises((InvalidMessageError, ValueError, TypeError), match=r"expires|time zone"):
-        queue.put(b"x", **options)
-    assert queue.qsize() == 0
 
 
 @BOTH
