@@ -8,7 +8,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import mqstore
 from mqstore.admin import check_group, check_user_topic, queue_name, queue_topic
 from mqstore.errors import ConfigError
 from tests import publiccalls
@@ -109,20 +108,3 @@ def test_each_call_of_a_queue_uses_its_topic() -> None:
             assert own <= {topic, f"%RETRY%{topic}+{topic}", f"%DLQ%{topic}"}, call
             assert things.queue.name == name
             assert before <= set(things.store.topics(system=True))
-
-
-@pytest.mark.parametrize("ordered", [False, True])
-def test_retries_and_dead_letters_follow(ordered: bool, tmp_path: object) -> None:
-    with mqstore.open(str(tmp_path)) as store:
-        jobs = store.queue("nächste Jobs", ordered=ordered, codec=mqstore.TEXT)
-        jobs.put("again")
-        jobs.get().nack(delay=0)
-        task = jobs.get(timeout=10)
-        assert (task.value, task.attempt) == ("again", 2)
-        task.reject("no such page")
-        [letter] = jobs.dead_letters
-        assert letter.body == b"again"
-        assert jobs.dead_letters.replay().count == 1
-    with mqstore.open(str(tmp_path)) as store:
-        assert store.queue("nächste Jobs", ordered=ordered, codec=mqstore.TEXT).get(timeout=10).value == "again"
-        assert "nächste Jobs" in map(queue_name, store.topics())
