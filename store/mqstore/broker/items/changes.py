@@ -149,13 +149,9 @@ class WritableItems(Items):
                     state.note_holder(each.message.offset, holder)
 
     def purge(self, group: str, topic: str, state: State | None = None) -> int:
-        """Remove the items in one state, or all but dead letters. Return their number. It is as durable as a put.
-
-        Items that are put after the call stay. A purged lease ends: its acknowledgement is harmless, and its other
-        verbs raise ReceiptExpiredError. Messages in RocketMQ's delay levels cannot be cancelled, and stay; one that a
-        level has delivered in the last ten seconds may be delivered again after a kill. Raises
-        ConfigError for another state, and for "ready" in a queue that is popped in order while an earlier item is not
-        settled. Raises TopicNotFoundError, and the errors of a put."""
+        """Remove items as `Queue.purge`. It is as durable as a put. A message that a delay level of RocketMQ has
+        delivered in the last ten seconds may be delivered again after a kill. Raises TopicNotFoundError, and the
+        errors of both."""
         check_state(state)
         if state == "dead":
             return DeadLetters(self._parts, group).purge()

@@ -27,6 +27,8 @@ class TimerFiles:
         none, records = np.empty(0, np.int64), self._view.records
         self._hashes, self._offsets = (np.concatenate([none, *(each[i] for each in records)]) for i in (0, 1))
 
+    # The next two are those of `TimerQueries`.
+
     def page(self, topics: Collection[str], begin: int, count: int) -> tuple[list[Message], int | None]:
         wanted = np.isin(self._hashes, [java_hash(topic) for topic in topics]) & (self._offsets >= begin)
         chosen = self._offsets[wanted][: count + 1].tolist()

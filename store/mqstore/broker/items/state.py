@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from heapq import nsmallest
 from itertools import chain, islice
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from mqstore.broker.context import Tables, messages_of
 from mqstore.broker.delay.levels import deliver_time_ms
@@ -31,6 +31,10 @@ from mqstore.layout.messageid import is_message_id
 from mqstore.layout.properties import DLQ_REASON, REAL_TOPIC
 from mqstore.log.message import Message
 
+if TYPE_CHECKING:
+    from mqstore.broker.delay.timerqueries import TimerQueries
+    from mqstore.broker.items.files import TimerFiles
+
 State = Literal["ready", "leased", "retry", "delayed", "dead"]
 STATES: Final[tuple[State, ...]] = ("ready", "leased", "retry", "delayed", "dead")
 Place = tuple[str, int, int]
@@ -43,21 +47,17 @@ _PAGE_BYTES: Final = 4 << 20
 
 
 class Item(NamedTuple):
-    """Item that is not done."""
+    """Item that is not done. `QueueItem` says more of its fields."""
 
     message: Message
     """Its newest copy. The `unique_key` is the same in every copy."""
     state: State
     attempt: int
-    """Number of its present or next delivery, from 1. Of a dead one the number of its deliveries."""
     until_ms: int | None = None
     """Wall-clock time at which the lease ends, or at which a delayed or retrying item becomes ready."""
     holder: str = ""
-    """Client that leases it, if it is known."""
     reason: str = ""
-    """Error of the last attempt of a retrying item, or reason of a dead one. Empty if nobody gave one."""
     progress: str = ""
-    """Text that the holder of the lease has set."""
 
 
 class ItemPage(NamedTuple):
@@ -66,17 +66,6 @@ class ItemPage(NamedTuple):
     items: list[Item]
     after: Place | None
     """Where the next page begins. None: this is the last one."""
-
-
-class Timer(Protocol):
-    """The timer, for `Items`."""
-
-    def page(self, topics: Collection[str], begin: int, count: int) -> tuple[list[Message], int | None]:
-        """Return about `count` messages that wait for one of `topics`, with records from physical offset `begin` on,
-        and where the next page begins."""
-
-    def waits(self, message: Message) -> bool:
-        """Return True if a message of the timer's topic will be delivered."""
 
 
 class Status(NamedTuple):
@@ -159,7 +148,7 @@ class Items:
         self,
         tables: Tables,
         pops: PopTables,
-        timer: Timer,
+        timer: TimerQueries | TimerFiles,
         levels: Levels,
         waiting: Callable[[str], int],
         owner: str = "",
