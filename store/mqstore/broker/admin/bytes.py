@@ -252,12 +252,12 @@ def _properties(data: bytes, base: int) -> Iterator[Item]:
 
 # -- files of equal items ----------------------------------------------------------------------------------------------
 
-_Check = Callable[[_File, Item, int, bytes], str]
-"""Function of a file, the values of an item, its position and its bytes, which returns its problem or ""."""
+_Reader = Callable[[_File, int | None], Iterator[Item]]
 
 
-def _equal(table: str, size: int, check: _Check, first: int = 0) -> Callable[[_File, int | None], Iterator[Item]]:
-    """Return a reader of items of one size, from byte `first` on. Items of zeros are left out, except a chosen one."""
+def _equal(table: str, size: int, check: Callable[[_File, Item, int, bytes], str], first: int = 0) -> _Reader:
+    """Return a reader of items of one size, from byte `first` on. Items of zeros are left out, except a chosen one.
+    `check` returns the problem of an item by its values, position and bytes, or ""."""
 
     def items(file: _File, offset: int | None) -> Iterator[Item]:
         begin = first + size * (offset or 0)
@@ -277,7 +277,7 @@ def _equal(table: str, size: int, check: _Check, first: int = 0) -> Callable[[_F
     return items
 
 
-def _check_unit(_: _File, unit: Item, __: int, ___: bytes) -> str:
+def _check_unit(_: _File, unit: Item, *__: object) -> str:
     return "" if unit["size"] > 0 <= unit["physical_offset"] else "points to no record"
 
 
@@ -398,7 +398,7 @@ def _json(file: _File, offset: int | None) -> Iterator[Item]:
         yield _item("values", 0, [], problem)
 
 
-_KINDS: Final[dict[str, Callable[[_File, int | None], Iterator[Item]]]] = {
+_KINDS: Final[dict[str, _Reader]] = {
     "json": _json,
     "commitlog": _log,
     "checkpoint": _checkpoint,
@@ -414,11 +414,10 @@ _KINDS: Final[dict[str, Callable[[_File, int | None], Iterator[Item]]]] = {
 def _kind(file: _File) -> str | None:
     """Return the kind of a file, by its path or else by its content, or None."""
     name, *parents = [each.name for each in [file.path.absolute(), *file.path.absolute().parents][:4]]
-    by_path = {name: name, parents[0]: parents[0], parents[-1]: parents[-1], "cut": "commitlog"}
-    if ".json" in name:
-        return "json"
-    if (found := next((by_path[each] for each in (name, *parents) if by_path.get(each) in _KINDS), None)) is not None:
-        return found
+    cut = "commitlog" if "cut" in parents else ""
+    for each in ("json" if ".json" in name else name, parents[0], parents[-1], cut):
+        if each in _KINDS:
+            return each
     problems = {}
     for kind, read in _KINDS.items():
         with suppress(OffsetOutOfRangeError):

@@ -93,13 +93,13 @@ def carve(
             work = _Carving(opened, target, name, dry_run=dry_run)
             try:
                 work.read(progress)
-                if work.found or profile or name == [*_PROFILES][-1]:
-                    if work.found and not dry_run:
-                        work.finish()
-                    return work.as_dict()
+                if work.found and not dry_run:
+                    work.finish()
             finally:
                 work.close()
-    raise AssertionError("the last profile returns")
+            if work.found:
+                break
+        return work.as_dict()
 
 
 class _Source:
@@ -142,7 +142,9 @@ class _Carving:
         self._later = array("q")
         """Records to append: physical offset, number of the source, position, size."""
         self._fd = self._open = -1
-        self._segments = 0
+        self._segments = set[int]()
+        """Numbers of the segments that have records."""
+        self._most = _SPARE_SEGMENTS + 2 * sum(source.bytes for source in sources) // self._size
         self.found = self.duplicates = self.damaged = self.appended = self.listed = 0
         self.refused = Counter[str]()
         self.topics: dict[str, Counter[str]] = {}
@@ -212,19 +214,11 @@ class _Carving:
         fits = (not index or self._ends[index - 1] <= start) and (
             index == len(self._starts) or stop <= self._starts[index]
         )
-        return fits and (self._segments < self._most() or self._has_records(start // self._size, index))
-
-    def _most(self) -> int:
-        return _SPARE_SEGMENTS + 2 * sum(source.bytes for source in self._sources) // self._size
-
-    def _has_records(self, segment: int, index: int) -> bool:
-        """Return True if a segment has a record next to this place in the list of ranges."""
-        near = [*self._starts[index : index + 1], *(end - 1 for end in self._ends[max(0, index - 1) : index])]
-        return any(each // self._size == segment for each in near)
+        return fits and (len(self._segments) < self._most or start // self._size in self._segments)
 
     def _put(self, place: int, data: memoryview) -> None:
         stop, index = place + len(data), bisect_right(self._starts, place)
-        self._segments += not self._has_records(place // self._size, index)
+        self._segments.add(place // self._size)
         joins_before = bool(index) and self._ends[index - 1] == place
         joins_after = index < len(self._starts) and self._starts[index] == stop
         begin = index - joins_before

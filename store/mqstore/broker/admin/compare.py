@@ -20,8 +20,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, fields
-from functools import partial
+from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -95,9 +95,8 @@ def compare_stores(
         work = _Comparison(sides[0], sides[1], progress)
         kept: list[dict[str, Any]] = []
         count = 0
-        for row in work.rows(topic):
-            count += 1
-            if len(kept) < limit:
+        for count, row in enumerate(work.rows(topic), 1):
+            if count <= limit:
                 kept.append(row)
     return {
         "a": os.fspath(paths[0]),
@@ -116,7 +115,9 @@ class _Comparison:
 
     def __init__(self, a: _Side, b: _Side, progress: Callable[[int, int], None] | None) -> None:
         self._sides = a, b
-        self._progress = progress
+        self._progress = progress or (lambda done, total: None)
+        self._refs = sorted({*a.bounds, *b.bounds})
+        self._total = sum(high - low for ref in self._refs for low, high, where in self._parts(ref) if where == "ab")
         self.messages = 0
         self.damaged = [0, 0]
 
@@ -124,55 +125,39 @@ class _Comparison:
         """Yield the differences."""
         a, b = (side.tables for side in self._sides)
         if topic is None:
-            manifests = [asdict(side.store.manifest) for side in self._sides]
-            for name in sorted(manifests[0].keys() - _OWN):
-                yield from _unequal({"kind": "store", "field": name}, *(each[name] for each in manifests))
-            groups = {*a.groups.names(system=True), *b.groups.names(system=True)}
-            for name in sorted(groups):
-                yield from _settings({"kind": "group", "name": name}, a.groups.get(name), b.groups.get(name))
-        for name in sorted({*a.topics.names(system=True), *b.topics.names(system=True)}):
-            if topic in (None, name):
-                yield from _settings({"kind": "topic", "name": name}, a.topics.get(name), b.topics.get(name))
+            yield from _settings({"kind": "store"}, *(side.store.manifest for side in self._sides))
+        for kind, left, right in (("group", a.groups, b.groups), ("topic", a.topics, b.topics)):
+            for name in sorted({*left.names(system=True), *right.names(system=True)}):
+                if topic is None or (kind, name) == ("topic", topic):
+                    yield from _settings({"kind": kind, "name": name}, left.get(name), right.get(name))
         for group in sorted(a.offsets.groups() | b.offsets.groups()):
-            left, right = a.offsets.of_group(group), b.offsets.of_group(group)
-            for ref in sorted(left.keys() | right.keys()):
+            mine, other = a.offsets.of_group(group), b.offsets.of_group(group)
+            for ref in sorted(mine.keys() | other.keys()):
                 if topic in (None, ref[0]):
                     head = {"kind": "offset", "group": group, "topic": ref[0], "queue_id": ref[1]}
-                    yield from _unequal(head, left.get(ref), right.get(ref))
-        refs = sorted({*self._sides[0].bounds, *self._sides[1].bounds})
-        total = sum(max(side.bounds.get(ref, (0, 0))[1] for side in self._sides) for ref in refs)
-        done = 0
-        for ref in refs:
-            report = None if self._progress is None else partial(self._report, self._progress, done, total)
-            for first, stop, where, names in _joined(self._queue(ref, report)):
+                    yield from _unequal(head, mine.get(ref), other.get(ref))
+        for ref in self._refs:
+            for first, stop, where, names in _joined(self._queue(ref)):
                 head = {"kind": "messages", **ref._asdict(), "first": first, "stop": stop}
                 yield {**head, "in": where, "fields": [*names]}
-            done += max(side.bounds.get(ref, (0, 0))[1] for side in self._sides)
 
-    @staticmethod
-    def _report(progress: Callable[[int, int], None], done: int, total: int, count: int) -> None:
-        progress(done + count, total)
+    def _parts(self, ref: QueueRef) -> Iterator[tuple[int, int, str]]:
+        """Yield the ranges of a queue's offsets that are in "a", "b" or "ab"."""
+        bounds = [side.bounds.get(ref, (0, 0)) for side in self._sides]
+        for low, high in pairwise(sorted({*bounds[0], *bounds[1]})):
+            yield low, high, "".join(name for name, (a, b) in zip("ab", bounds, strict=True) if a <= low < b)
 
-    def _queue(self, ref: QueueRef, report: Callable[[int], None] | None) -> Iterator[_Range]:
+    def _queue(self, ref: QueueRef) -> Iterator[_Range]:
         """Yield the differences of a queue, in order."""
-        bounds = [side.bounds.get(ref) for side in self._sides]
-        if bounds[0] is None or bounds[1] is None:
-            name, (low, high) = ("a", bounds[0]) if bounds[0] is not None else ("b", bounds[1] or (0, 0))
-            yield low, high, name, ()
-            return
-        both = {"a": bounds[0], "b": bounds[1]}
-        first, stop = max(low for low, _ in both.values()), min(high for _, high in both.values())
-        name = min(both, key=lambda each: both[each][0])
-        yield both[name][0], min(first, both[name][1]), name, ()
-        for start in range(first, stop, _STEP):
-            end = min(start + _STEP, stop)
-            if not self._is_same(ref, start, end):
-                yield from self._records(ref, start, end)
-            self.messages += end - start
-            if report is not None:
-                report(end)
-        name = max(both, key=lambda each: both[each][1])
-        yield max(stop, both[name][0]), both[name][1], name, ()
+        for low, high, where in self._parts(ref):
+            if len(where) == 1:
+                yield low, high, where, ()
+            for start in range(low, high, _STEP) if where == "ab" else ():
+                end = min(start + _STEP, high)
+                if not self._is_same(ref, start, end):
+                    yield from self._records(ref, start, end)
+                self.messages += end - start
+                self._progress(self.messages, self._total)
 
     def _is_same(self, ref: QueueRef, start: int, stop: int) -> bool:
         """Return True if both stores have the same bytes at the same places, without decoding them."""
@@ -210,11 +195,9 @@ class _Comparison:
 
 
 def _joined(ranges: Iterable[_Range]) -> Iterator[_Range]:
-    """Join adjacent ranges with the same difference, and leave out empty ones."""
+    """Join adjacent ranges with the same difference."""
     last: _Range | None = None
     for each in ranges:
-        if each[0] >= each[1]:
-            continue
         if last is not None and (last[1], *last[2:]) == (each[0], *each[2:]):
             last = (last[0], *each[1:])
             continue
@@ -254,7 +237,7 @@ def _settings(head: dict[str, Any], a: Any, b: Any) -> Iterator[dict[str, Any]]:
     if a is None or b is None:
         yield from _unequal({**head, "field": "exists"}, a is not None, b is not None)
         return
-    for each in fields(a):
+    for each in (each for each in fields(a) if each.name not in _OWN):
         yield from _unequal({**head, "field": each.name}, getattr(a, each.name), getattr(b, each.name))
 
 

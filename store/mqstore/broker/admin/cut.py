@@ -265,11 +265,7 @@ def _origin(store: StoreReader, reference: bytes) -> Message:
 
 
 def restore_cut(
-    path: str | os.PathLike[str],
-    names: Sequence[str] = (),
-    *,
-    dry_run: bool = False,
-    progress: Progress | None = None,
+    path: str | os.PathLike[str], names: Sequence[str] = (), *, dry_run: bool = False, progress: Progress | None = None
 ) -> Restore:
     """Append the messages of the files in `cut/` of the store at `path`, or of those with these `names`.
     No writer may have the store open: StoreLockedError, with `dry_run` too.

@@ -38,10 +38,9 @@ from typing import Any, NamedTuple, cast
 
 import numpy.typing as npt
 
-from mqstore.broker.admin.logmap import due_counts
 from mqstore.broker.admin.metrics import WaitingRetries, measure
 from mqstore.broker.context import Parts, Tables, messages_of, open_tables
-from mqstore.broker.delay.levels import deliver_time_ms, overdue_ms
+from mqstore.broker.delay.levels import deliver_time_ms, due_counts, overdue_ms
 from mqstore.broker.delay.route import (
     PRECISION_MS,
     Cancellations,
@@ -94,13 +93,15 @@ from mqstore.layout.properties import (
 from mqstore.log.message import Message
 from mqstore.log.reading.reader import StoreReader
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
-from mqstore.options import StoreConfig
 
 _log = logging.getLogger("mqstore")
 
 _LOOKS = 3
 """Maximum number of attempts to read files that a writer may remove meanwhile."""
 _GIVEN_UP_SHOWN = 100
+_GIVEN_UP = {"transaction_id": UNIQ_KEY, "topic": REAL_TOPIC, "producer_group": PGROUP}
+_GIVEN_UP |= {"checks": TRANSACTION_CHECK_TIMES}
+"""Property of each member of a transaction that was given up."""
 
 
 # -- delay levels ------------------------------------------------------------------------------------------------------
@@ -347,18 +348,9 @@ def pop_view(tables: Tables, now_ms: int) -> PopView:
         low = tables.offsets.start_of(key.topic, key.queue_id)
         held = {offset: batch for offset, batch in state.in_flight.items() if low <= offset < high}
         if held and tables.groups.get(key.group) is not None:
-            view.in_flight.append(
-                InFlight(
-                    key.group,
-                    key.topic,
-                    key.queue_id,
-                    False,
-                    len(held),
-                    sum(batch.local for batch in held.values()),
-                    min(held),
-                    min(batch.visible_at(offset) for offset, batch in held.items()),
-                )
-            )
+            ours = sum(batch.local for batch in held.values())
+            next_ms = min(batch.visible_at(offset) for offset, batch in held.items())
+            view.in_flight.append(InFlight(*key, False, len(held), ours, min(held), next_ms))
     view.in_flight.sort()
     return view
 
@@ -506,7 +498,7 @@ def _pins(tables: Tables, transactions: Transactions, levels: Iterable[LevelView
 # -- all of it ---------------------------------------------------------------------------------------------------------
 
 
-def inspect_broker(path: str | os.PathLike[str], *, config: StoreConfig | None = None) -> dict[str, Any]:
+def inspect_broker(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the broker's state in the store in directory `path` as plain values (see the module).
 
     Never fails because of files in `config/`. A section that cannot be shown is in `not_shown` with the reason. Raises
@@ -514,7 +506,7 @@ def inspect_broker(path: str | os.PathLike[str], *, config: StoreConfig | None =
     """
     found: dict[str, Any] = {}
     not_shown: dict[str, str] = {}
-    with ReadOnlyMessageStore(path, config=config, fs=QUIET) as store:
+    with ReadOnlyMessageStore(path, fs=QUIET) as store:
         sections: dict[str, Callable[[], Any]] = {}
         try:
             sections = _sections(open_tables(store), store.clock.now_ms())
@@ -572,17 +564,8 @@ def _transactions(tables: Tables, transactions: Transactions) -> dict[str, Any]:
     low, high = store.offsets_or_none(TRANS_CHECK_TOPIC, 0) or (0, 0)
     newest = []
     for message in messages_of(store, TRANS_CHECK_TOPIC, max(low, high - _GIVEN_UP_SHOWN), high):
-        properties = message.stored_properties()
-        newest.append(
-            {
-                "transaction_id": properties.get(UNIQ_KEY),
-                "topic": properties.get(REAL_TOPIC),
-                "producer_group": properties.get(PGROUP),
-                "checks": properties.get(TRANSACTION_CHECK_TIMES),
-                "queue_offset": message.offset,
-                "store_timestamp_ms": message.store_timestamp_ms,
-            }
-        )
+        row = {name: message.stored_properties().get(stored) for name, stored in _GIVEN_UP.items()}
+        newest.append(row | {"queue_offset": message.offset, "store_timestamp_ms": message.store_timestamp_ms})
     return {"open": transactions.open_count(), "given_up": high - low, "newest_given_up": newest}
 
 

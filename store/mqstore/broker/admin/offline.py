@@ -19,14 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 
-from mqstore.broker.admin.inspect import (
-    PopView,
-    QueueLag,
-    group_names,
-    is_waiting,
-    lag_of,
-    pop_view,
-)
+from mqstore.broker.admin.inspect import PopView, QueueLag, group_names, is_waiting, lag_of, pop_view
 from mqstore.broker.context import Parts, delete_group, open_parts, open_tables
 from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.items.changes import WritableItems

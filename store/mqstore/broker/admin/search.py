@@ -11,25 +11,26 @@ read. This needs store times that ascend along the log, as they do unless the cl
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from heapq import merge
+from operator import attrgetter
 from typing import Any, Final
 
 from mqstore.broker.filters.filter import parse_filter
 from mqstore.errors import ConfigError, FormatError
-from mqstore.files.segment import Segment, place_in_file
+from mqstore.files.segment import place_in_file
+from mqstore.layout.record import Record
 from mqstore.log.message import Message
 from mqstore.log.reading.directory import StoreFiles
 from mqstore.log.reading.raw_scan import walk_queue
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.reading.tagfilter import parse_tags
 from mqstore.log.recovery.report import Finding
-from mqstore.log.recovery.scanner import Bad, Good, first_good_in, record_at, scan_log, scan_segment
+from mqstore.log.recovery.scanner import Bad, Good, first_good_in, record_at, scan_log
 
 _NEVER_MS: Final = 1 << 62
-_NEAR_BYTES: Final = 1 << 16
-"""Bytes of the log that are read record by record at the end of a search for a time."""
 _CANDIDATES: Final = 1 << 20
 """Largest number of a topic's messages that the index is asked for."""
 _AHEAD: Final = 4096
@@ -209,8 +210,9 @@ class Search:
         while True:
             verifier = store.verifier()
             try:
-                first = _place_at(store, self._low, verifier.front) if self._by_time[0] else verifier.front
-                stop = _place_at(store, self._high, first) if self._by_time[1] else store.log_files.end
+                first, stop = verifier.front, store.log_files.end
+                first = _between(store, self._low, first)[0] if self._by_time[0] else first
+                stop = _between(store, self._high, first)[1] if self._by_time[1] else stop
                 break
             except FileNotFoundError:  # a writer has just deleted the first segments
                 store.news.list_again()
@@ -234,43 +236,28 @@ class Search:
             store.news.list_again()  # without the limit of `until`
 
 
-def _place_at(store: ReadOnlyMessageStore, stamp_ms: int, front: int) -> int:
-    """Return the start of the first record from `front` on that was stored at or after a time, or a segment's end.
-    Reads some records, and the bytes between damage and the next record."""
+def _between(store: ReadOnlyMessageStore, stamp_ms: int, front: int) -> tuple[int, int]:
+    """Return (end of the last record before a time, start of the first one at or after it), from `front` on.
+    Both are ends of the log if there is none. Reads some records, and the bytes between damage and the next record."""
     run, checksum = store.log_files, store.checksum
-    segments = [segment for segment in run.segments() if segment.end > front]
+    segments = run.segments()
 
-    def is_late(place: int | None) -> bool:
-        record = None if place is None else record_at(run, place, checksum)
-        return record is not None and record.store_timestamp_ms >= stamp_ms
+    def first(start: int, stop: int) -> Record | None:
+        """Return the first record that begins in a range and verifies."""
+        for segment in segments[bisect_right(segments, start, key=attrgetter("end")) :]:
+            if segment.start >= stop:
+                break
+            at, before = max(0, start - segment.start), stop - segment.start
+            if (place := first_good_in(run, segment, at, checksum, before)) is not None:
+                return record_at(run, place, checksum)
+        return None
 
-    def first(number: int) -> int | None:
-        """Return the first record from a segment on: that segment may have none that verifies."""
-        return next((at for each in segments[number:] if (at := _good(store, each, 0)) is not None), None)
-
-    low, high = 0, len(segments)
+    low, high = before, after = front, run.end
     while low < high:
         middle = (low + high) // 2
-        place = first(middle)
-        low, high = (low, middle) if place is None or is_late(place) else (middle + 1, high)
-    if low == 0:
-        return front
-    segment = segments[low - 1]
-    begin, end, bound = max(segment.start, front), segment.end, segment.end
-    while end - begin > _NEAR_BYTES:
-        middle = (begin + end) // 2
-        place = _good(store, segment, middle - segment.start, end - segment.start)
-        if place is None or is_late(place):
-            end, bound = middle, bound if place is None else place
+        record = first(middle, high)
+        if record is not None and record.store_timestamp_ms < stamp_ms:
+            low, before = record.physical_offset + 1, record.physical_offset + record.total_size
         else:
-            begin = place
-    for event in scan_segment(run, segment, begin - segment.start, checksum, stop=end - segment.start):
-        if isinstance(event, Good):
-            (late,) = (event.headers.store_timestamp_ms >= stamp_ms).nonzero()
-            if len(late):
-                return event.base + int(event.headers.positions[late[0]])
-    return bound
-
-
-def _good(store: ReadOnlyMessageStore, segment: Segment, start: int, before: int | None = None) -> int | None:
-    return first_good_in(store.log_files, segment, start, store.checksum, before)
+            high, after = middle, after if record is None else record.physical_offset
+    return before, after

@@ -32,8 +32,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+import numpy.typing as npt
+
+from mqstore import arrays as np
 from mqstore.broker.admin.inspect import front_of
-from mqstore.broker.admin.logmap import LogMap
 from mqstore.broker.context import kept_for_consumers, open_tables
 from mqstore.broker.names import is_system_topic
 from mqstore.errors import FormatError, MQStoreError
@@ -64,6 +66,8 @@ _MANIFEST_BYTES: Final = 1 << 20
 _NEIGHBOURS: Final = 1000
 """Limit of folders next to the store that are examined for snapshots."""
 _UNKNOWN_MS: Final = 1 << 62
+_CELLS: Final = 10_000
+"""Limit of the cells of a map. A damaged store may name offsets up to 2^63."""
 
 
 def disk_usage(
@@ -258,3 +262,38 @@ def _snapshots(root: Path, store_id: str, linked: set[tuple[int, int]]) -> Itera
                     sizes[(found.st_dev, found.st_ino) in linked] += found.st_blocks * 512
                 row = {"path": os.fspath(folder), "bytes": sizes[False], "linked_bytes": sizes[True]}
                 yield {**row, "partial": inner != folder}
+
+
+class LogMap:
+    """Bytes of records in each cell of the log, which begins at `start` and ends at `end`."""
+
+    KINDS: Final = ("consumed", "live", "system")
+
+    def __init__(self, start: int, end: int, cell_bytes: int) -> None:
+        self.start, self.end = start, end
+        self.cell_bytes = max(1, cell_bytes, -(-(end - start) // _CELLS))
+        shape = len(self.KINDS), -(-(end - start) // self.cell_bytes) + 1
+        self._bytes = np.zeros(shape, np.int64)
+        self._whole = np.zeros(shape, np.int64)
+        """Changes, from each cell to the next, of the number of records that fill the cell."""
+
+    def add(self, offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], consumed: int | None) -> None:
+        """Add records. The first `consumed` of them are consumed, the others live. None: of a system topic."""
+        parts = [(2, slice(None))] if consumed is None else [(0, slice(consumed)), (1, slice(consumed, None))]
+        for kind, part in parts:
+            size, at = sizes[part].astype(np.int64), offsets[part].astype(np.int64)
+            inside = (size > 0) & (at >= self.start) & (at <= self.end - size)
+            low = at[inside] - self.start
+            high = low + size[inside]
+            first, last = low // self.cell_bytes, (high - 1) // self.cell_bytes
+            several = last > first
+            np.add.at(self._bytes[kind], first, np.minimum(high, (first + 1) * self.cell_bytes) - low)
+            np.add.at(self._bytes[kind], last[several], (high - last * self.cell_bytes)[several])
+            np.add.at(self._whole[kind], first[several] + 1, 1)
+            np.add.at(self._whole[kind], last[several], -1)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the `map` of `disk_usage`."""
+        cells = (self._bytes + self._whole.cumsum(axis=1) * self.cell_bytes)[:, :-1]
+        rows = dict(zip(self.KINDS, cells.tolist(), strict=True))
+        return {"start": self.start, "cell_bytes": self.cell_bytes, **rows}

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import groupby
@@ -563,3 +563,24 @@ def check_delay_offsets(value: Mapping[str, Any]) -> None:
     for level, offset in object_member(value, "offsetTable").items():
         if type(offset) is not int or offset < 0 or not _LEVEL.fullmatch(level):
             raise ValueError(f"offsetTable: {level!r} has {offset!r:.80}, which is not progress of a level")
+
+
+def due_counts(
+    store: StoreReader, levels: Iterable[tuple[int, int, int, int | None]], timer: Iterable[Any]
+) -> dict[str, Any]:
+    """Return the number of delayed messages by due time, in at most 501 intervals: the `due` of an inspection.
+
+    `levels` are (queue id, offset, end, due time of the first message in ms), `timer` has due times (ms). A message of
+    the timer that is due in more than two days counts at the time at which it is moved on.
+    """
+    times: list[Any] = [np.asarray(each, np.int64) for each in timer]
+    for queue_id, offset, end, known in levels:
+        while offset < end and len(units := store.units(SCHEDULE_TOPIC, queue_id, offset, min(1 << 16, end - offset))):
+            offset += len(units)
+            codes = units["tags_code"].astype(np.int64)
+            times.append(np.where(codes > 0, codes, known or 0))  # RocketMQ may store an address here
+    due = np.concatenate(times) if times else np.empty(0, np.int64)
+    seconds = 1 + (int(due.max()) - int(due.min())) // 500_000 if len(due) else 1
+    starts, counts = np.unique(due // (seconds * 1000), return_counts=True)
+    rows = zip((starts * seconds * 1000).tolist(), counts.tolist(), strict=True)
+    return {"interval_ms": seconds * 1000, "counts": [[*row] for row in rows]}
