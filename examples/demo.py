@@ -62,7 +62,7 @@ from mqstore.log.recovery.repair import recover_store
 from mqstore.log.store import MessageStore
 from mqstore_tools import render
 from mqstore_tools.inspect import show_store
-from mqstore_tools.shared import FINDINGS, NumberRange, StoreCommand, findings_on_stderr, json_option
+from mqstore_tools.shared import NumberRange, command, findings_on_stderr, finish
 
 __all__ = ["Source", "demo", "read_sources"]
 
@@ -385,10 +385,8 @@ class _Demo:
         return [*flips, unit], body_of, damaged
 
 
-@click.command(
-    cls=StoreCommand,
-    epilog="""\b
-Examples:
+@command(
+    examples="""
   python -m examples.demo
   python -m examples.demo --limit-mb 2 --dir var/demo && mqstore inspect var/demo/store""",
 )
@@ -402,11 +400,7 @@ Examples:
 )
 @click.option("--limit-mb", type=NumberRange(min=0, min_open=True), help="Only a sample of about so much source.")
 @click.option("--seed", type=int, help="Repeats the sample, the plan of the kills and the damage of another run.")
-@json_option
-@click.pass_context
-def demo(
-    ctx: click.Context, directory: Path | None, limit_mb: float | None, seed: int | None, json_output: bool
-) -> None:
+def demo(directory: Path | None, limit_mb: float | None, seed: int | None, json_output: bool) -> None:
     """Store, kill, recover, read, inspect and break a real workload.
 
     Every line of the Python standard library becomes a message. The writing process is killed twice with SIGKILL, and
@@ -419,7 +413,7 @@ def demo(
     seed = random.randrange(1_000_000) if seed is None else seed
     rng = random.Random(seed)
     if directory is not None and directory.exists() and any(directory.iterdir()):
-        raise click.BadParameter(f"{directory} is not empty", ctx, param_hint="--dir")
+        raise click.BadParameter(f"{directory} is not empty", param_hint="--dir")
     keep, root = directory is not None, directory or Path(tempfile.mkdtemp(prefix="mqstore-demo-"))
     root.mkdir(parents=True, exist_ok=True)
     try:
@@ -446,8 +440,7 @@ def demo(
             screen.print(Text("\n   " + render.safe(f"{root} is kept")))
     if json_output:
         render.print_json({"seed": seed, "directory": str(root) if keep else None, "ok": not work.failed, **work.facts})
-    if work.failed:
-        ctx.exit(FINDINGS)
+    finish(work.failed)
 
 
 if __name__ == "__main__":

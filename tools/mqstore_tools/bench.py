@@ -16,7 +16,7 @@ import mqstore
 from mqstore import Durability
 from mqstore.jobs import verify
 from mqstore_tools.render import progress, show_bytes, show_tables
-from mqstore_tools.shared import StoreCommand
+from mqstore_tools.shared import command
 
 _MANY = 1000
 _SYNCS = 200
@@ -24,11 +24,9 @@ _SYNCS = 200
 _TOPIC = "bench"
 
 
-@click.command(
-    cls=StoreCommand,
+@command(
     short_help="Measure mqstore on this machine.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore bench
   mqstore bench --messages 20000 --body-bytes 1024 --json
   mqstore bench --directory /mnt/slow         # on another disk""",
@@ -41,7 +39,6 @@ Examples:
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Parent of the temporary directory, which is removed at the end.",
 )
-@click.option("--json", "json_output", is_flag=True, help="Print JSON, for programs.")
 def bench(messages: int, body_bytes: int, directory: Path | None, json_output: bool) -> None:
     """Measure put, put_many, reading and verification in a temporary directory.
 

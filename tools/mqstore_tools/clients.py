@@ -12,23 +12,19 @@ import click
 from mqstore.errors import ConnectionLostError
 from mqstore_tools.render import Cells, pick, show_tables
 from mqstore_tools.session import connected, show_ms, target_argument
-from mqstore_tools.shared import FINDINGS, StoreCommand, json_option
+from mqstore_tools.shared import command, finish
 
 
-@click.command(
-    cls=StoreCommand,
+@command(
     short_help="Show who is connected to a server. Changes nothing.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore clients var/mq
   mqstore clients 127.0.0.1:9876 --json | jq -r '.clients[].client_id'
   mqstore clients var/mq --conflicts || page-somebody""",
 )
 @target_argument
 @click.option("--conflicts", is_flag=True, help="Only groups whose members subscribe differently. Exit with 1 if any.")
-@json_option
-@click.pass_context
-def clients(ctx: click.Context, target: Path, conflicts: bool, json_output: bool) -> None:
+def clients(target: Path, conflicts: bool, json_output: bool) -> None:
     """Show the clients of the server that has the store in DIR open, or listens at HOST:PORT.
 
     These are RocketMQ's clients, and processes that called `mqstore.connect`. A client without groups sends or reads
@@ -52,8 +48,7 @@ def clients(ctx: click.Context, target: Path, conflicts: bool, json_output: bool
         members = [(each["group"], *_member(each)) for row in found for each in row["groups"]]
         tables = [("", _CLIENTS, [*map(_cells, found)]), *([("", _MEMBERS, members)] if members else []), *tables]
     show_tables(shown, *tables, json_output=json_output, empty="no conflicts" if conflicts else "no clients")
-    if conflicts and differing:
-        ctx.exit(FINDINGS)
+    finish(conflicts and differing)
 
 
 _CLIENTS = ("client", "address", "language", "version", "produces for", "heartbeat", "waiting calls>")

@@ -24,7 +24,7 @@ from mqstore_tools.actions import Commands, Printer
 from mqstore_tools.consume_run import Asked, Run, Source, Start, quiet, supervise
 from mqstore_tools.render import VERSION, as_json, body_bytes_option, console, note, print_json, progress, table
 from mqstore_tools.session import administer, dry_run_option, open_store, position, target_argument
-from mqstore_tools.shared import FINDINGS, NumberRange, StoreCommand, json_option, refuse_given
+from mqstore_tools.shared import NumberRange, command, finish, refuse_given
 
 _OF_COMMANDS: Final = ("shell", "exec_timeout", "reject_code")
 _OF_PRINTING: Final = ("format_", "body_bytes")
@@ -36,8 +36,7 @@ _LONGEST_WAIT_S: Final = 1_000_000
 """Longest wait for a command in seconds. The operating system counts milliseconds in 31 bits."""
 
 
-@click.command(
-    cls=StoreCommand,
+@command(
     short_help="Consume messages for a group: print them, or run a command for each.",
     epilog="""\b
 Examples:
@@ -127,10 +126,7 @@ cannot be opened.""",
     help="Exit code with which a command makes its message a dead letter.",
 )
 @dry_run_option
-@json_option
-@click.pass_context
 def consume(
-    ctx: click.Context,
     target: Path,
     topics: tuple[str, ...],
     group: str,
@@ -160,9 +156,9 @@ def consume(
     stdout with --exec, or else on stderr.
     """
     if command is None:
-        refuse_given(ctx, _OF_COMMANDS, "goes with --exec")
+        refuse_given(_OF_COMMANDS, "goes with --exec")
     else:
-        refuse_given(ctx, _OF_PRINTING, "does not go with --exec")
+        refuse_given(_OF_PRINTING, "does not go with --exec")
     if sql is not None and tags != "*":
         raise click.UsageError("give --tags or --sql, not both")
     argv = None if command is None else _argv(command, shell=shell)
@@ -187,8 +183,7 @@ def consume(
         note(_text(summary))
     if run.error is not None:
         raise run.error
-    if summary["failing"] or summary["dead_letters"]:
-        ctx.exit(FINDINGS)
+    finish(summary["failing"] or summary["dead_letters"])
 
 
 def _argv(command: str, *, shell: bool) -> list[str]:

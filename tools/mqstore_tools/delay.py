@@ -9,14 +9,13 @@ import click
 from mqstore_tools.inspect import DELAY_COLUMNS, delay_cells
 from mqstore_tools.render import note, show_tables, when
 from mqstore_tools.session import DefaultGroup, administer, dry_run_option, examine, print_done, target_argument
-from mqstore_tools.shared import FINDINGS, json_option
+from mqstore_tools.shared import finish
 
 
 @click.group(
     cls=DefaultGroup,
     short_help="Show and cancel delayed messages.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore delay var/mq                        # the same as: mqstore delay show var/mq
   mqstore delay var/mq --json | jq .timer.waiting
   mqstore delay cancel var/mq djEgb3JkZXJzIG1xc3RvcmUgMTcwMDAwMDAwMSAwMUFC""",
@@ -31,13 +30,11 @@ def delay() -> None:
 
 @delay.command(
     short_help="Show delayed messages. Changes nothing.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore delay show var/mq
   mqstore delay show var/mq --json | jq '.levels[] | select(.delay_ms == null)'   # orphans""",
 )
 @target_argument
-@json_option
 def show(target: Path, json_output: bool) -> None:
     """Show the delayed messages in the store in DIR: by level, retries included, and those of the timer.
 
@@ -55,17 +52,14 @@ def show(target: Path, json_output: bool) -> None:
 
 @delay.command(
     short_help="Cancel a delayed message of the timer.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore delay cancel var/mq djEgb3JkZXJzIG1xc3RvcmUgMTcwMDAwMDAwMSAwMUFC --dry-run
   mqstore delay cancel var/mq djEgb3JkZXJzIG1xc3RvcmUgMTcwMDAwMDAwMSAwMUFC""",
 )
 @target_argument
 @click.argument("handle")
 @dry_run_option
-@json_option
-@click.pass_context
-def cancel(ctx: click.Context, target: Path, handle: str, dry_run: bool, json_output: bool) -> None:
+def cancel(target: Path, handle: str, dry_run: bool, json_output: bool) -> None:
     """Cancel the message of a recall HANDLE, which its put has returned, in the store in DIR.
 
     Exit code 1 if there is nothing to cancel: the message was delivered, is due, or never existed.
@@ -77,4 +71,4 @@ def cancel(ctx: click.Context, target: Path, handle: str, dry_run: bool, json_ou
         print_done(row, "would be cancelled" if dry_run else "cancelled", json_output=json_output)
     if not cancelled:
         note("nothing to cancel: the message was delivered, is due, or never existed")
-        ctx.exit(FINDINGS)
+    finish(not cancelled)

@@ -9,16 +9,14 @@ import click
 
 from mqstore.admin import compare_stores
 from mqstore_tools.render import note, pick, print_json, print_line, progress, safe
-from mqstore_tools.shared import FINDINGS, StoreCommand, json_option
+from mqstore_tools.shared import command, finish
 
 _FOLDER = click.Path(path_type=Path, readable=False)
 
 
-@click.command(
-    cls=StoreCommand,
+@command(
     short_help="Compare two stores, or a store and its snapshot. Changes nothing.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore diff var/mq /backup/mq-monday
   mqstore diff old/mq new/mq --topic orders
   mqstore diff var/mq /backup/mq-monday --json | jq '.differences[] | select(.kind == "offset")'""",
@@ -27,9 +25,7 @@ Examples:
 @click.argument("b", type=_FOLDER)
 @click.option("--topic", help="Only the messages, committed offsets and settings of this topic.")
 @click.option("--limit", type=click.IntRange(1), default=100, show_default=True, help="Limit of listed differences.")
-@json_option
-@click.pass_context
-def diff(ctx: click.Context, a: Path, b: Path, topic: str | None, limit: int, json_output: bool) -> None:
+def diff(a: Path, b: Path, topic: str | None, limit: int, json_output: bool) -> None:
     """Compare the stores in folders A and B: messages, committed offsets, settings of topics and groups, manifests.
 
     Messages are compared by topic, queue and queue offset: all bytes but their place in the log. Adjacent messages with
@@ -49,8 +45,7 @@ def diff(ctx: click.Context, a: Path, b: Path, topic: str | None, limit: int, js
     for name, path in (("a", a), ("b", b)):
         if found["damaged"][name]:
             note(f"{path}: {found['damaged'][name]} places are damaged, see mqstore verify")
-    if not found["same"]:
-        ctx.exit(FINDINGS)
+    finish(not found["same"])
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ from mqstore_tools.session import (
     to_ms,
     yes_option,
 )
-from mqstore_tools.shared import FINDINGS, json_option
+from mqstore_tools.shared import finish
 
 _before_option = click.option(
     "--before",
@@ -42,8 +42,7 @@ _offset_option = click.option(
 @click.group(
     cls=DefaultGroup,
     short_help="Show, replay and purge dead letters.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore dlq fleet/*                         # the same as: mqstore dlq list fleet/*
   mqstore dlq show var/mq --group billing --json
   mqstore dlq replay var/mq --group billing --dry-run
@@ -60,8 +59,7 @@ def dlq() -> None:
 @dlq.command(
     "list",
     short_help="Count dead letters. Changes nothing.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore dlq list fleet/*                    # number and reasons, by group
   mqstore dlq list var/mq --group billing --before 7d""",
 )
@@ -69,7 +67,6 @@ Examples:
 @click.option("--group", "groups", multiple=True, help="Only dead letters of this group; may be repeated.")
 @_before_option
 @spark_option
-@json_option
 def list_(
     stores: tuple[str, ...], groups: tuple[str, ...], before: datetime | None, master: str | None, json_output: bool
 ) -> None:
@@ -104,8 +101,7 @@ def _ms(before: datetime | None) -> int | None:
 
 @dlq.command(
     short_help="Print dead letters. Changes nothing.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore dlq show var/mq --group billing --offset 17
   mqstore dlq show var/mq --group billing --json | jq -r '.body | @base64d'""",
 )
@@ -114,16 +110,8 @@ Examples:
 @_offset_option
 @_before_option
 @body_bytes_option
-@json_option
-@click.pass_context
 def show(
-    ctx: click.Context,
-    target: Path,
-    group: str,
-    chosen: tuple[int, ...],
-    before: datetime | None,
-    body_bytes: int,
-    json_output: bool,
+    target: Path, group: str, chosen: tuple[int, ...], before: datetime | None, body_bytes: int, json_output: bool
 ) -> None:
     """Print dead letters of the store in DIR with their bodies, all or those chosen by options.
 
@@ -140,8 +128,7 @@ def show(
         note("no dead letters")
     if missing:
         note(f"no dead letter at offset {missing}")
-    if missing or not fine:
-        ctx.exit(FINDINGS)
+    finish(missing or not fine)
 
 
 @contextmanager
@@ -156,8 +143,7 @@ def _letters(target: Path, group: str) -> Iterator[DeadLetters]:
 
 @dlq.command(
     short_help="Send dead letters to their group again.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore dlq replay var/mq --group billing --dry-run
   mqstore dlq replay var/mq --group billing --offset 17 --offset 18
   mqstore dlq replay fleet/* --where "dlq_reason = 'timeout'" --all-groups
@@ -173,7 +159,6 @@ Examples:
 @click.option("--to", "to_topic", metavar="TOPIC", help="Send all to this topic, where every group receives them.")
 @dry_run_option
 @spark_option
-@json_option
 def replay(
     stores: tuple[str, ...],
     groups: tuple[str, ...],
@@ -236,8 +221,7 @@ def _served(stores: tuple[str, ...]) -> Any:
 
 @dlq.command(
     short_help="Delete dead letters.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore dlq purge var/mq --group billing --before 30d --dry-run
   mqstore dlq purge var/mq --group billing --before 30d --yes
   mqstore dlq purge var/mq --group billing    # all, after a prompt""",
@@ -247,15 +231,7 @@ Examples:
 @_before_option
 @dry_run_option
 @yes_option
-@json_option
-def purge(
-    target: Path,
-    group: str,
-    before: datetime | None,
-    dry_run: bool,
-    yes: bool,
-    json_output: bool,
-) -> None:
+def purge(target: Path, group: str, before: datetime | None, dry_run: bool, yes: bool, json_output: bool) -> None:
     """Delete dead letters of a group in the store in DIR: the oldest, or all. Asks first.
 
     They are no longer listed or replayed, and no longer keep segments from being deleted.

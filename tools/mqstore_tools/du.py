@@ -10,18 +10,16 @@ import click
 from mqstore import Retention
 from mqstore.admin import disk_usage
 from mqstore_tools.multi_store import duration
-from mqstore_tools.render import Cells, note, pick, progress, show_bytes, show_tables, when
-from mqstore_tools.session import show_ms
-from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, json_option
+from mqstore_tools.render import Cells, note, progress, show_tables, when
+from mqstore_tools.session import as_cells
+from mqstore_tools.shared import command, directory_argument, finish
 
 _DEFAULT = Retention()
 
 
-@click.command(
-    cls=StoreCommand,
+@command(
     short_help="Show what fills the disk, and what keeps it. Changes nothing.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore du var/mq
   mqstore du var/mq --max-age 1d --max-bytes 200000000
   mqstore du var/mq --json | jq '.topics[] | select(.log_bytes > 1e9) | .topic'""",
@@ -34,16 +32,7 @@ Examples:
     "--max-bytes", type=click.IntRange(0), metavar="N", help="Size of its retention, if it is not the default (1 GiB)."
 )
 @click.option("--limit", type=click.IntRange(1), default=30, show_default=True, help="Limit of printed topics.")
-@json_option
-@click.pass_context
-def du(
-    ctx: click.Context,
-    directory: Path,
-    max_age: float | None,
-    max_bytes: int | None,
-    limit: int,
-    json_output: bool,
-) -> None:
+def du(directory: Path, max_age: float | None, max_bytes: int | None, limit: int, json_output: bool) -> None:
     """Show the bytes of the store in DIR by part and by topic, and those that retention will delete and when.
 
     One message that is still needed keeps all later ones of every topic. It is shown as the front, with the group that
@@ -59,27 +48,19 @@ def du(
     )
     with progress("reading units", of_bytes=False) as report:
         found = disk_usage(directory, retention=policy, progress=report)
-    show_tables(found, *_tables(found, limit), json_output=json_output)
-    if not json_output:
-        for line in disk_lines(found, limit):
-            note(line)
+    show_tables(found, *_tables(found, limit), json_output=json_output, notes=disk_lines(found, limit))
     for section, why in found["not_shown"].items():
         note(f"not shown: {section} ({why})")
-    if found["not_shown"]:
-        ctx.exit(FINDINGS)
+    finish(found["not_shown"])
 
 
 def _tables(found: dict[str, Any], limit: int) -> list[Cells]:
-    parts = [(name, part["files"], show_bytes(part["bytes"])) for name, part in found["parts"].items() if part["files"]]
-    free, disk = map(show_bytes, pick(found, "free_bytes disk_bytes"))
-    title = f"{found['path']}: {show_bytes(found['bytes'])}, {free} of {disk} are free"
-    names = "log_bytes queue_bytes consumed_bytes"
-    rows = [
-        (*pick(row, "topic messages"), *(None if each is None else show_bytes(each) for each in pick(row, names)))
-        for row in found["topics"][:limit]
-    ]
+    parts = [(name, *as_cells(part, "files bytes")) for name, part in found["parts"].items() if part["files"]]
+    size, free, disk = as_cells(found, "bytes free_bytes disk_bytes")
+    title = f"{found['path']}: {size}, {free} of {disk} are free"
+    rows = [as_cells(row, "topic messages log_bytes queue_bytes consumed_bytes") for row in found["topics"][:limit]]
     snapshots = [
-        (f"{each['path']}{' (left by a killed snapshot)' * each['partial']}", *map(show_bytes, pick(each, _SNAPSHOT)))
+        (f"{each['path']}{' (left by a killed snapshot)' * each['partial']}", *as_cells(each, "bytes linked_bytes"))
         for each in found["snapshots"]
     ]
     tables: list[Cells] = [
@@ -90,25 +71,18 @@ def _tables(found: dict[str, Any], limit: int) -> list[Cells]:
     return [each for each in tables if each[2]]
 
 
-_SNAPSHOT = "bytes linked_bytes"
-
-
 def disk_lines(found: dict[str, Any], limit: int) -> list[str]:
     log, kept, front = found["log"], found["retention"], found["front"]
     lines = [f"and {len(found['topics']) - limit} more topics; --json has all"] if len(found["topics"]) > limit else []
-    size = show_bytes(log["segment_bytes"])
-    other, unused = map(show_bytes, pick(log, "other_bytes unused_bytes"))
+    size, other, unused = as_cells(log, "segment_bytes other_bytes unused_bytes")
     lines.append(f"log: {log['segments']} segments of {size}; {other} in no queue, {unused} not yet used")
-    age, most = show_ms(kept["age_ms"]), kept["max_bytes"]
-    limits = f"retention of {age} or {show_bytes(most)}"
-    consumed, due, held = (show_bytes(kept[f"{name}_bytes"]) for name in ("consumed", "due", "held"))
-    line = f"{limits}: {consumed} in whole consumed segments, {due} of that can go now"
+    age, most, consumed, due, held = as_cells(kept, "age_ms max_bytes consumed_bytes due_bytes held_bytes")
+    line = f"retention of {age} or {most}: {consumed} in whole consumed segments, {due} of that can go now"
     if kept["next_ms"] is not None:
         line += f", the next at {when(kept['next_ms'])}, the last at {when(kept['last_ms'])}"
     lines.append(line)
     if front is not None:
         group = f", group {front['group']}" if front["group"] else ""
-        place = f"{front['topic']}, queue {front['queue_id']}{group}"
-        since = f"stored {when(front['since_ms'])}"
-        lines.append(f"front: {held} more could go, but for {place} ({front['why']}), {since}")
+        place = f"{front['topic']}, queue {front['queue_id']}{group} ({front['why']})"
+        lines.append(f"front: {held} more could go, but for {place}, stored {when(front['since_ms'])}")
     return lines

@@ -47,9 +47,9 @@ from mqstore_tools.render import (
     table,
 )
 from mqstore_tools.shared import (
-    FINDINGS,
-    StoreCommand,
+    command,
     findings_on_stderr,
+    finish,
     note_front,
     output_option,
     refuse_given,
@@ -61,11 +61,9 @@ _OF_A_FILE = ("queue_id", "from_offset", "max_messages", "output", "raw_bodies",
 """Options that need --to, and options that cannot be used with it."""
 
 
-@click.command(
-    cls=StoreCommand,
+@command(
     short_help="Write messages as JSON lines or Parquet. Changes nothing.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore export var/mq --output all.jsonl
   mqstore export var/mq --topic orders --queue-id 0 --from-offset 100 --max-messages 10
   mqstore export var/mq | jq -r '.body | @base64d'
@@ -93,10 +91,7 @@ Examples:
 )
 @spark_option
 @click.option("--json", "json_output", is_flag=True, help="Print findings and the summary as JSON, too.")
-@click.pass_context
 def export(
-    ctx: click.Context,
-    /,
     messages: Messages,
     queue_id: int | None,
     from_offset: int | None,
@@ -125,7 +120,6 @@ def export(
     users' topics are written, and --key also finds unique keys. --option and --spark need --to.
     """
     refuse_given(
-        ctx,
         _OF_A_FOLDER if to is None else _OF_A_FILE,
         "goes with --to" if to is None else "does not go with --to",
     )
@@ -164,8 +158,7 @@ def export(
     summary = {"ok": ok, "messages": count, "queues": len(found.queues), "missing": found.missing}
     missing = f", {found.missing} messages are missing" if found.missing else ""
     printer.sum_up(summary, f"exported {count} messages of {len(found.queues)} queues{missing}", output)
-    if not ok:
-        ctx.exit(FINDINGS)
+    finish(not ok)
 
 
 def _to_folder(messages: Messages, to: str, given: dict[str, Any], master: str | None, *, json_output: bool) -> None:

@@ -26,15 +26,7 @@ from mqstore_tools.render import (
     print_message,
     raw_bodies_option,
 )
-from mqstore_tools.shared import (
-    FINDINGS,
-    StoreCommand,
-    directory_argument,
-    json_option,
-    note_incomplete,
-    refuse_given,
-    was_given,
-)
+from mqstore_tools.shared import command, directory_argument, finish, note_incomplete, refuse_given, was_given
 
 _MANY = 100
 """Number of unreadable records after which `get` stops searching for a readable one."""
@@ -51,11 +43,9 @@ _NO_GOOD = {
 """Options that have no effect with another one. They are refused, because the user expects an effect."""
 
 
-@click.command(
-    cls=StoreCommand,
+@command(
     short_help="Print messages by place, key, time or content, or follow new ones.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore get var/mq --topic orders --offset 100 --limit 5
   mqstore get var/mq --key o-17 --json
   mqstore get var/mq --from 2026-01-31T02:00 --until 2026-01-31T02:10 \\
@@ -91,12 +81,8 @@ Examples:
     click.option("--hex", "in_hex", is_flag=True, help="Print the fields of each record with their bytes."),
     body_bytes_option,
     raw_bodies_option,
-    json_option,
 )
-@click.pass_context
 def get(
-    ctx: click.Context,
-    /,
     directory: Path,
     topic: str | None,
     queue_id: int | None,
@@ -128,11 +114,11 @@ def get(
     from the output. Damage is reported on stderr, and so is a queue that lacks messages of the log, or a lost index.
     --hex also prints a damaged record at a --physical-offset; see `mqstore inspect --file` for other files.
     """
-    ways = [name for name in _NO_GOOD if was_given(ctx, name)]
+    ways = [name for name in _NO_GOOD if was_given(name)]
     if len(ways) > 1 and ways != ["last", "follow"]:
         raise click.UsageError(f"give only one of {' and '.join(map(_option, ways))}")
     if ways:
-        refuse_given(ctx, _NO_GOOD[ways[0]], f"does not go with {_option(ways[0])}")
+        refuse_given(_NO_GOOD[ways[0]], f"does not go with {_option(ways[0])}")
     search = search_of(() if topic is None else (topic,), queue_id, filters)
     searches = bool(search) and offset is None and not ways
     if topic is None and not searches and not {*ways} & {"message_id", "physical_offset"}:
@@ -152,13 +138,13 @@ def get(
             return show_hex(message.physical_offset)
         return print_message(message, json_output=json_output, body_bytes=body_bytes, raw_body=raw_bodies)
 
-    positions: dict[QueueRef, int] = {}
     shown = unread = undecoded = 0
+    wrong: Exception | None = None
     with StoreFiles(directory) as store:
         if in_hex and physical_offset is not None:
-            ctx.exit(0 if show_hex(physical_offset) else FINDINGS)
+            finish(not show_hex(physical_offset))
+            return
         found: Iterable[Message | Finding] = ()
-        incomplete: QueueRef | None = None
         place = physical_offset if message_id is None else message_id
         try:
             if place is not None:
@@ -166,11 +152,9 @@ def get(
             elif searches:
                 found = search.run(store)
             elif last is not None or follow:
-                assert topic is not None
-                found = _newest(store, topic, queue_id, last or 0, search, positions, follow=follow)
+                found = _newest(store, topic or "", queue_id, last or 0, search, follow=follow)
             else:
-                assert topic is not None
-                found = _walk(store, topic, queue_id or 0, offset, search)
+                found = _walk(store, topic or "", queue_id or 0, offset, search)
             for item in found:
                 if isinstance(item, Finding):
                     unread += 1
@@ -178,23 +162,17 @@ def get(
                 else:
                     shown += 1
                     undecoded += not show(item)
-            if topic is not None and shown < max_messages:
-                incomplete = store.unlisted_queue(topic)
-        except (TopicNotFoundError, OffsetOutOfRangeError):
-            assert topic is not None
-            incomplete = store.unlisted_queue(topic)
-            if incomplete is None:
+                if follow:
+                    sys.stdout.flush()  # a program that reads from the pipe waits for each message
+        except KeyboardInterrupt:
+            if not follow:
                 raise
-        if follow:
-            assert topic is not None
-            try:
-                sys.stdout.flush()  # a program that reads from the pipe waits for each message
-                for item in search.passing(_coming(store, topic, queue_id, positions)):
-                    assert isinstance(item, Message)
-                    show(item)
-                    sys.stdout.flush()
-            except KeyboardInterrupt:
-                return
+            return
+        except (TopicNotFoundError, OffsetOutOfRangeError) as error:
+            wrong = error
+        incomplete = None if topic is None or shown >= max_messages else store.unlisted_queue(topic)
+        if wrong is not None and incomplete is None:
+            raise wrong
         bad = 0 if unread else store.bad_records
     if not shown:
         note("no message")
@@ -204,8 +182,7 @@ def get(
         note_incomplete(incomplete, directory)
     if search:
         note_searched(search, json_output=json_output, limited=shown == max_messages)
-    if bad or unread or incomplete is not None or search.missed or not shown or undecoded:
-        ctx.exit(FINDINGS)
+    finish(bad or unread or incomplete is not None or search.missed or not shown or undecoded)
 
 
 def _option(name: str) -> str:
@@ -259,26 +236,19 @@ def _bounds(store: StoreFiles, topic: str, queue_id: int | None) -> dict[QueueRe
 
 
 def _newest(
-    store: StoreFiles,
-    topic: str,
-    queue_id: int | None,
-    count: int,
-    search: Search,
-    positions: dict[QueueRef, int],
-    *,
-    follow: bool,
-) -> list[Message | Finding]:
-    """Return the last `count` messages that match, and findings for unreadable ones. Sets the `positions` of queues."""
+    store: StoreFiles, topic: str, queue_id: int | None, count: int, search: Search, *, follow: bool
+) -> Iterator[Message | Finding]:
+    """Yield the last `count` messages that match, findings for unreadable ones, and with `follow` new messages."""
     bounds: dict[QueueRef, tuple[int, int]] = {}
     try:
         bounds = _bounds(store, topic, queue_id)
     except TopicNotFoundError:
         if not follow:  # otherwise its first message may be on its way
             raise
+    positions = {ref: high for ref, (_, high) in bounds.items()}
     newest: list[Message] = []
     findings: list[Finding] = []
     for ref, (low, high) in bounds.items():
-        positions[ref] = high
         of_queue: list[Message] = []
         step = count
         while high > low and len(of_queue) < count:
@@ -291,12 +261,8 @@ def _newest(
             step = min(2 * step, 4096)
         newest += of_queue
     newest.sort(key=attrgetter("store_timestamp_ms", "physical_offset"))
-    return [*(newest[-count:] if count else []), *findings]
-
-
-def _coming(store: StoreFiles, topic: str, queue_id: int | None, positions: dict[QueueRef, int]) -> Iterator[Message]:
-    """Yield new messages from `positions` on. The topic may not exist yet."""
-    while True:
+    yield from (*(newest[-count:] if count else ()), *findings)
+    while follow:  # the topic may not exist yet
         with suppress(TopicNotFoundError):
-            yield from store.follow(topic, positions, "*", queue_id)
+            yield from search.passing(store.follow(topic, positions, "*", queue_id))
         time.sleep(_PAUSE_S)

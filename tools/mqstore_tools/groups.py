@@ -13,6 +13,7 @@ import click
 from mqstore import RetryPolicy
 from mqstore.jobs import duration_s
 from mqstore_tools.lag import suspended_tables
+from mqstore_tools.multi_store import with_options
 from mqstore_tools.render import show_tables, when
 from mqstore_tools.session import (
     DefaultGroup,
@@ -26,14 +27,12 @@ from mqstore_tools.session import (
     to_ms,
     yes_option,
 )
-from mqstore_tools.shared import json_option
 
 
 @click.group(
     cls=DefaultGroup,
     short_help="Show, create, alter and delete consumer groups.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore groups var/mq                       # the same as: mqstore groups list var/mq
   mqstore groups show var/mq billing --json
   mqstore groups create var/mq billing --max-attempts 5 --retry '10s 1m 10m'
@@ -51,13 +50,11 @@ def groups() -> None:
 @groups.command(
     "list",
     short_help="Show groups. Changes nothing.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore groups list var/mq
   mqstore groups list var/mq --json | jq '.groups[] | select(.registered | not)'""",
 )
 @target_argument
-@json_option
 def list_(target: Path, json_output: bool) -> None:
     """Show the groups of the store in DIR: attempts, retry delays, where they start, topics they consume.
 
@@ -71,14 +68,12 @@ def list_(target: Path, json_output: bool) -> None:
 @groups.command(
     "show",
     short_help="Show one group. Changes nothing.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore groups show var/mq billing
   mqstore groups show var/mq billing --json | jq '.suspended[].error'""",
 )
 @target_argument
 @click.argument("group")
-@json_option
 def show(target: Path, group: str, json_output: bool) -> None:
     """Show the group GROUP of the store in DIR as `mqstore groups list` does, with blocked queues.
 
@@ -170,44 +165,36 @@ def _attempts(value: Any) -> int:
     return 0 if value == "unlimited" else int(click.IntRange(1, 0x7FFF_FFFE).convert(value, None, None))
 
 
-def _settings(command: Any) -> Any:
-    """Add the options that `create` and `alter` share."""
-    for decorate in (
-        click.option("--broadcast/--no-broadcast", default=None, help="May each member receive every message?"),
-        click.option("--consume/--no-consume", default=None, help="May it consume at all?"),
-        click.option("--fifo/--no-fifo", default=None, help="Are popped messages delivered in order?"),
-        click.option(
-            "--start",
-            type=_start,
-            metavar="START",
-            help="Start in queues without a committed offset: earliest, latest, a time or an age (36h).",
-        ),
-        click.option(
-            "--retry",
-            type=_retry,
-            metavar="DELAYS",
-            help="Delays before a failed message is redelivered: standard, a list ('10s 1m 10m'), or growing ('5s x2 "
-            "2h'). Default for a new group: standard; '1s x2 1m' with --fifo.",
-        ),
-        click.option(
-            "--max-attempts",
-            type=_attempts,
-            metavar="N",
-            help="Attempts before a message becomes a dead letter, or unlimited. Default for a new group: 17; "
-            "unlimited with --fifo.",
-        ),
-    ):
-        command = decorate(command)
-    return command
+_settings = with_options(
+    click.option(
+        "--max-attempts",
+        type=_attempts,
+        metavar="N",
+        help="Attempts before a message becomes a dead letter, or unlimited. Default for a new group: 17; unlimited "
+        "with --fifo.",
+    ),
+    click.option(
+        "--retry",
+        type=_retry,
+        metavar="DELAYS",
+        help="Delays before a failed message is redelivered: standard, a list ('10s 1m 10m'), or growing ('5s x2 2h'). "
+        "Default for a new group: standard; '1s x2 1m' with --fifo.",
+    ),
+    click.option(
+        "--start",
+        type=_start,
+        metavar="START",
+        help="Start in queues without a committed offset: earliest, latest, a time or an age (36h).",
+    ),
+    click.option("--fifo/--no-fifo", default=None, help="Are popped messages delivered in order?"),
+    click.option("--consume/--no-consume", default=None, help="May it consume at all?"),
+    click.option("--broadcast/--no-broadcast", default=None, help="May each member receive every message?"),
+)
+"""Options of `create` and `alter`."""
 
 
 def _given(
-    *,
-    start: str | int | None,
-    fifo: bool | None,
-    consume: bool | None,
-    broadcast: bool | None,
-    **retry: Any,
+    *, start: str | int | None, fifo: bool | None, consume: bool | None, broadcast: bool | None, **retry: Any
 ) -> dict[str, Any]:
     """Return the given settings as arguments of the library."""
     settings = {"start": start, "orderly": fifo, "consume_enable": consume, "consume_broadcast_enable": broadcast}
@@ -216,8 +203,7 @@ def _given(
 
 @groups.command(
     short_help="Create a group.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore groups create var/mq billing
   mqstore groups create var/mq billing --max-attempts 5 --retry '10s 1m 10m' --start latest
   mqstore groups create var/mq ledger --fifo --max-attempts 5""",
@@ -226,7 +212,6 @@ Examples:
 @click.argument("name")
 @_settings
 @dry_run_option
-@json_option
 def create(target: Path, name: str, dry_run: bool, json_output: bool, **typed: Any) -> None:
     """Create the consumer group NAME in the store in DIR.
 
@@ -242,8 +227,7 @@ def create(target: Path, name: str, dry_run: bool, json_output: bool, **typed: A
 
 @groups.command(
     short_help="Change a group.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore groups alter var/mq billing --max-attempts 3
   mqstore groups alter var/mq billing --no-consume         # stop deliveries to all members""",
 )
@@ -251,7 +235,6 @@ Examples:
 @click.argument("name")
 @_settings
 @dry_run_option
-@json_option
 def alter(target: Path, name: str, dry_run: bool, json_output: bool, **typed: Any) -> None:
     """Change the given settings of the consumer group NAME in the store in DIR."""
     if all(value is None for value in typed.values()):
@@ -265,8 +248,7 @@ def alter(target: Path, name: str, dry_run: bool, json_output: bool, **typed: An
 
 @groups.command(
     short_help="Delete a group and its committed offsets.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore groups delete var/mq billing --dry-run
   mqstore groups delete var/mq billing --yes""",
 )
@@ -274,7 +256,6 @@ Examples:
 @click.argument("name")
 @dry_run_option
 @yes_option
-@json_option
 def delete(target: Path, name: str, dry_run: bool, yes: bool, json_output: bool) -> None:
     """Delete the consumer group NAME in the store in DIR: settings, committed offsets, deliveries in flight.
 

@@ -11,7 +11,7 @@ from click.shell_completion import get_completion_class
 import mqstore
 from mqstore_tools.concepts import TOPICS
 from mqstore_tools.render import print_json
-from mqstore_tools.shared import Context, StoreCommand, json_option
+from mqstore_tools.shared import Context, command
 
 _INSTALL = {
     "bash": 'eval "$(mqstore completion bash)"  # in ~/.bashrc',
@@ -20,13 +20,11 @@ _INSTALL = {
 }
 
 
-@click.command(
-    cls=StoreCommand,
+@command(
     short_help="Print the completion script of a shell.",
-    epilog="\b\nExamples:\n" + "\n".join(f"  {line}" for line in _INSTALL.values()),
+    examples="\n" + "\n".join(f"  {line}" for line in _INSTALL.values()),
 )
 @click.argument("shell", type=click.Choice([*_INSTALL]))
-@json_option
 @click.pass_context
 def completion(ctx: click.Context, shell: str, json_output: bool) -> None:
     """Print the script with which bash, zsh or fish completes commands, options and paths.
@@ -39,19 +37,16 @@ def completion(ctx: click.Context, shell: str, json_output: bool) -> None:
     _show({"shell": shell, "script": f"{script}\n\n# To install: {_INSTALL[shell]}"}, json_output=json_output)
 
 
-@click.command(
+@command(
     "help",
-    cls=StoreCommand,
     short_help="Print the help of a command, or of a topic.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore help dlq replay
   mqstore help filters
   mqstore help --man dlq replay | man -l -""",
 )
 @click.argument("words", metavar="[COMMAND|TOPIC]...", nargs=-1)
 @click.option("--man", is_flag=True, help="Print a man page.")
-@json_option
 @click.pass_context
 def help_(ctx: click.Context, words: tuple[str, ...], man: bool, json_output: bool) -> None:
     """Print the help of a command, or of a topic: exit-codes, places, time or filters.

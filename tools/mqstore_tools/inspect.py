@@ -13,24 +13,15 @@ from mqstore import QueueRef
 from mqstore.admin import inspect_file, inspect_store
 from mqstore_tools.render import console, note, pick, print_items, print_json, progress, show_bytes, table, when
 from mqstore_tools.session import show_ms
-from mqstore_tools.shared import (
-    FINDINGS,
-    StoreCommand,
-    findings_on_stderr,
-    json_option,
-    note_incomplete,
-    refuse_given,
-)
+from mqstore_tools.shared import command, findings_on_stderr, finish, note_incomplete, refuse_given
 
 _MANY = 200
 """Limit of rows of a printed table. JSON has all rows."""
 
 
-@click.command(
-    cls=StoreCommand,
+@command(
     short_help="Show the contents of a store. Changes nothing.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore inspect var/mq
   mqstore inspect var/mq --json | jq '.topics.orders.queues'
   mqstore inspect ~/store          # a Java broker's, running or not
@@ -48,7 +39,6 @@ Examples:
     help="First item of the --file: physical offset in a log, number of a unit, slot or value.",
 )
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Number of items (default 4, 1 with --offset).")
-@json_option
 @click.pass_context
 def inspect(
     ctx: click.Context,
@@ -79,12 +69,11 @@ def inspect(
             raise click.UsageError("give DIR or --file, not both")
         limit = limit or (4 if offset is None else 1)
         found = inspect_file(file, kind=kind, offset=offset, limit=limit)
-        if not print_items(found, json_output=json_output):
-            ctx.exit(FINDINGS)
+        finish(not print_items(found, json_output=json_output))
         return
     if directory is None:
         raise click.MissingParameter("give DIR or --file", ctx, ctx.command.params[0])
-    refuse_given(ctx, ("kind", "offset", "limit"), "goes with --file")
+    refuse_given(("kind", "offset", "limit"), "goes with --file")
     with findings_on_stderr() as errors, progress("reading the log") as report:
         found = inspect_store(directory, progress=report)
     if json_output:
@@ -94,8 +83,7 @@ def inspect(
     queue = found["incomplete_queue"]
     if queue is not None:
         note_incomplete(QueueRef(**queue), directory)
-    if queue is not None or found["problems"] or found["broker"]["not_shown"] or errors:
-        ctx.exit(FINDINGS)
+    finish(queue is not None or found["problems"] or found["broker"]["not_shown"] or errors)
 
 
 def show_store(found: dict[str, Any]) -> None:
@@ -159,14 +147,12 @@ def _splice_facts(splice: dict[str, Any]) -> list[tuple[str, object]]:
         facts.append(
             ("splice", f"{what} from byte {pending['start']}: running, or rolled back when the store is next opened")
         )
-    if splice["inbox"]:
-        facts.append(("inbox", f"{len(splice['inbox'])} bundles wait for the owner of the store"))
-    if splice["refused"]:
-        facts.append(("refused", f"{len(splice['refused'])} bundles in inbox/refused/, each with a reason.txt"))
-    if splice["staged"]:
-        what = "of running jobs, or left by crashed ones: see mqstore spark clean"
-        facts.append(("staged", f"{len(splice['staged'])} folders in _staging/, {what}"))
-    return facts
+    texts = {
+        "inbox": "bundles wait for the owner of the store",
+        "refused": "bundles in inbox/refused/, each with a reason.txt",
+        "staged": "folders in _staging/, of running jobs, or left by crashed ones: see mqstore spark clean",
+    }
+    return facts + [(name, f"{len(splice[name])} {text}") for name, text in texts.items() if splice[name]]
 
 
 def _broker_facts(broker: dict[str, Any]) -> list[tuple[str, object]]:

@@ -12,17 +12,15 @@ import click
 
 from mqstore import QueueRef
 from mqstore_tools.multi_store import duration, on_spark, spark_option, stores_argument, topic_option
-from mqstore_tools.render import Cells, note, pick, progress, show_tables, when
-from mqstore_tools.session import show_ms
-from mqstore_tools.shared import FINDINGS, StoreCommand, json_option, note_incomplete, refuse_given
+from mqstore_tools.render import Cells, progress, show_tables, when
+from mqstore_tools.session import as_cells, show_ms
+from mqstore_tools.shared import command, finish, note_incomplete, refuse_given
 from mqstore_tools.watching import interval_option, watch
 
 
-@click.command(
-    cls=StoreCommand,
+@command(
     short_help="Show the lag of groups. Changes nothing.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore lag var/mq
   mqstore lag var/mq --group billing          # queue by queue
   mqstore lag var/mq --watch --interval 10    # until q or Ctrl-C
@@ -37,10 +35,7 @@ Examples:
 @click.option("--watch", "watched", is_flag=True, help="Look again each interval. JSON is one object a line.")
 @interval_option
 @spark_option
-@json_option
-@click.pass_context
 def lag(
-    ctx: click.Context,
     stores: tuple[str, ...],
     groups: tuple[str, ...],
     topics: tuple[str, ...],
@@ -69,7 +64,7 @@ def lag(
     from mqstore.jobs import lag_report
 
     if watched:
-        refuse_given(ctx, ("max_lag", "max_age", "master"), "does not go with --watch")
+        refuse_given(("max_lag", "max_age", "master"), "does not go with --watch")
 
         def show(found: dict[str, Any]) -> list[Cells]:
             (_, *first), *others = _tables(found, by_queue=bool(groups))
@@ -78,20 +73,17 @@ def lag(
         look = partial(lag_report, stores, topics=topics or None, groups=groups or None)
         watch(lambda: look().to_dict(), show, interval=interval, json_output=json_output)
         return
-    refuse_given(ctx, ("interval",), "goes with --watch")
+    refuse_given(("interval",), "goes with --watch")
     with on_spark(master) as spark, progress("looking", of_bytes=False) as report:
         looked = lag_report(stores, topics=topics or None, groups=groups or None, spark=spark, progress=report)
     found = looked.to_dict()
     over = [each for each in found["groups"] if _is_over(each, max_lag, max_age)]
     found["over"] = [each["group"] for each in over]
-    show_tables(found, *_tables(found, by_queue=bool(groups)), json_output=json_output, empty="no group")
-    if not json_output:
-        for each in over:
-            note(f"over the limit: group {each['group']}: {each['messages']} messages")
+    notes = [f"over the limit: group {each['group']}: {each['messages']} messages" for each in over]
+    show_tables(found, *_tables(found, by_queue=bool(groups)), json_output=json_output, empty="no group", notes=notes)
     for each in looked.incomplete:
         note_incomplete(QueueRef(each.topic, each.queue_id), Path(each.store))
-    if over or looked.incomplete:
-        ctx.exit(FINDINGS)
+    finish(over or looked.incomplete)
 
 
 def _is_over(group: dict[str, Any], max_lag: int | None, max_age_s: float | None) -> bool:
@@ -108,24 +100,17 @@ def _tables(found: dict[str, Any], *, by_queue: bool) -> list[Cells]:
         keys = [len({row["store"] for _, row in queues}) > 1, len(groups) > 1]
         names = (*compress(("store", "group"), keys), "topic", "queue>", "next offset>", *_COUNTS)
         cells = [
-            (
-                *compress((row["store"], group), keys),
-                *pick(row, "topic queue_id committed"),
-                *_cells(row),
-            )
+            (*compress((row["store"], group), keys), *as_cells(row, f"topic queue_id committed {_CELLS}"))
             for group, row in queues
         ]
         tables.append(("", names, cells))
-    rows = [(each["group"], *_cells(each)) for each in groups]
+    rows = [as_cells(each, f"group {_CELLS}") for each in groups]
     suspended = [(group, row["topic"], row["queue_id"], row["suspended"]) for group, row in queues if row["suspended"]]
     return [*tables, ("", ("group", *_COUNTS), rows), *suspended_tables(suspended, found["taken_ms"])]
 
 
 _COUNTS = ("messages>", "in flight>", "lost>", "oldest is>")
-
-
-def _cells(row: dict[str, Any]) -> tuple[Any, ...]:
-    return *pick(row, "messages in_flight lost"), show_ms(row["oldest_age_ms"])
+_CELLS = "messages in_flight lost oldest_age_ms"
 
 
 def suspended_tables(queues: Iterable[tuple[str, str, int, dict[str, Any]]], now_ms: int) -> list[Cells]:

@@ -19,34 +19,9 @@ from mqstore_tools import JSON_ASKED
 from mqstore_tools.concepts import EXIT_CODES, TOPICS
 
 COMMANDS = (
-    "produce",
-    "get",
-    "consume",
-    "inspect",
-    "du",
-    "diff",
-    "report",
-    "verify",
-    "recover",
-    "quarantine",
-    "snapshot",
-    "export",
-    "topics",
-    "groups",
-    "offsets",
-    "lag",
-    "top",
-    "clients",
-    "traffic",
-    "trace",
-    "delay",
-    "dlq",
-    "queue",
-    "spark",
-    "serve",
-    "bench",
-    "completion",
-    "help",
+    *("produce", "get", "consume", "inspect", "du", "diff", "report", "verify", "recover", "quarantine", "snapshot"),
+    *("export", "topics", "groups", "offsets", "lag", "top", "clients", "traffic", "trace", "delay", "dlq", "queue"),
+    *("spark", "serve", "bench", "completion", "help"),
 )
 """Names of sub-commands, in the order of the help."""
 

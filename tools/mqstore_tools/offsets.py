@@ -20,7 +20,6 @@ from mqstore_tools.session import (
     target_argument,
     yes_option,
 )
-from mqstore_tools.shared import json_option
 
 To = Literal["earliest", "latest"] | datetime | int
 
@@ -28,8 +27,7 @@ To = Literal["earliest", "latest"] | datetime | int
 @click.group(
     cls=DefaultGroup,
     short_help="Show and reset committed offsets.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore offsets var/mq                      # the same as: mqstore offsets show var/mq
   mqstore offsets var/mq --group billing --json
   mqstore offsets reset var/mq --group billing --topic orders --to earliest --dry-run""",
@@ -44,15 +42,13 @@ def offsets() -> None:
 
 @offsets.command(
     short_help="Show committed offsets. Changes nothing.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore offsets show var/mq --group billing
   mqstore offsets show var/mq --topic orders --json""",
 )
 @target_argument
 @click.option("--group", help="Only this group.")
 @click.option("--topic", help="Only this topic.")
-@json_option
 def show(target: Path, group: str | None, topic: str | None, json_output: bool) -> None:
     """Show the committed offsets of the groups in the store in DIR, and the first and end offsets of the queues.
 
@@ -91,8 +87,7 @@ def _to(value: Any) -> To:
 
 @offsets.command(
     short_help="Move a group's committed offset in a topic.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore offsets reset var/mq --group billing --topic orders --to earliest --dry-run
   mqstore offsets reset var/mq --group billing --topic orders --to 2026-01-31T12:00:00Z
   mqstore offsets reset var/mq --group billing --topic orders --to 36h --yes
@@ -112,7 +107,6 @@ Examples:
 )
 @dry_run_option
 @yes_option
-@json_option
 def reset(
     target: Path, group: str, topic: str, queue_id: int | None, to: To, dry_run: bool, yes: bool, json_output: bool
 ) -> None:

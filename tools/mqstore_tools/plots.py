@@ -38,7 +38,7 @@ th{font-weight:600;color:var(--soft)}tr{border-bottom:1px solid var(--line)}svg{
 .wide{width:30%;min-width:7rem;padding-right:0;vertical-align:middle}.bar{height:.7rem}
 .key{display:inline-block;width:.8rem;height:.8rem;margin:0 .35rem 0 0;vertical-align:-.1rem}
 .legend span{margin-right:1.2rem;white-space:nowrap}text{fill:var(--soft);font-size:11px}
-.grid{stroke:var(--line);fill:none}.curve{stroke:var(--count);fill:none;stroke-width:2}
+.grid{stroke:var(--line);fill:none}
 @media print{body{font-size:9pt;margin:0;max-width:none}h2,h3,p{break-after:avoid}tr,svg,li{break-inside:avoid}}
 """
 CELLS, _ROWS = 128, 40
@@ -94,7 +94,9 @@ def table(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> Html:
 
 
 def _shown(cell: object) -> object:
-    return "-" if cell is None else ("no", "yes")[cell] if isinstance(cell, bool) else cell
+    if isinstance(cell, int):
+        return ("no", "yes")[cell] if isinstance(cell, bool) else f"{cell:,}"
+    return "-" if cell is None else cell
 
 
 def legend(*names: str) -> Html:
@@ -126,10 +128,8 @@ def short(number: float) -> str:
     return f"{number:,}" if number < 1e7 else f"{number:.3g}"
 
 
-def columns(
-    rows: Iterable[Sequence[int]], title: str, show: Callable[[int], str] = short, *, line: bool = False
-) -> Html:
-    """Return a plot of (time in ms, value > 0) as at most 72 columns, or as a line through their tops."""
+def columns(rows: Iterable[Sequence[int]], title: str, show: Callable[[int], str] = short) -> Html:
+    """Return a plot of (time in ms, value > 0) as at most 72 columns."""
     points = sorted((row[0], row[1]) for row in rows)
     step = interval_ms(points[-1][0] - points[0][0])
     first = points[0][0] // step
@@ -145,14 +145,10 @@ def columns(
         number, anchor = part * len(sums) // 4, "end" if part == 4 else "middle"
         label = when((first + number) * step or 1)[: 16 if step >= 60_000 else 19]
         marks.append(tag("text", label, x=f"{_LEFT + number * wide:.1f}", y=_HIGH + 24, text_anchor=anchor))
-    tops = [(_LEFT + number * wide, _HIGH * value / most) for number, value in enumerate(sums)]
-    if line and len(sums) > 1:
-        path = " ".join(f"{x + wide / 2:.1f},{8 + _HIGH - high:.1f}" for x, high in tops)
-        marks.append(tag("polyline", points=path, class_="curve"))
-    else:
-        for x, high in ((x, max(1, high)) for x, high in tops if high):
-            box = {"x": x, "y": 8 + _HIGH - high, "width": min(40, wide * 0.85), "height": high}
-            marks.append(tag("rect", **{name: f"{size:.1f}" for name, size in box.items()}, class_="count"))
+    for number, value in enumerate(sums):
+        high = max(1, _HIGH * value / most)
+        box = {"x": _LEFT + number * wide, "y": 8 + _HIGH - high, "width": min(40, wide * 0.85), "height": high}
+        marks += [tag("rect", **{name: f"{size:.1f}" for name, size in box.items()}, class_="count")] if value else []
     svg = tag("svg", *marks, viewBox=f"0 0 {_WIDTH} {_HIGH + 32}", role="img", aria_label=title)
     return tag("div", tag("h3", f"{title} per {show_ms(step)}"), svg)
 

@@ -32,7 +32,7 @@ from mqstore_tools.builder import Format, NoMessage, Recipe, Record
 from mqstore_tools.multi_store import duration, pairs
 from mqstore_tools.render import note, print_json, progress, safe, show_bytes
 from mqstore_tools.session import connected, dry_run_option, open_store, target_argument
-from mqstore_tools.shared import FINDINGS, INTERRUPTED, NumberRange, StoreCommand, json_option
+from mqstore_tools.shared import INTERRUPTED, NumberRange, command, finish
 
 _PIECE = 1000
 _PIECE_BYTES = 4 << 20
@@ -44,11 +44,9 @@ _PIECES_A_SECOND = 10
 _BAD_SHOWN = 10
 
 
-@click.command(
-    cls=StoreCommand,
+@command(
     short_help="Send messages: one body, files, lines, JSON lines or CSV.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore produce var/mq orders --body 'hello' --tag created --key o-17 --property region=eu
   mqstore produce var/mq orders invoice.pdf --format file
   seq 1000 | mqstore produce 127.0.0.1:9876 numbers
@@ -95,10 +93,7 @@ Examples:
 @click.option("--skip-bad", is_flag=True, help="Skip bad lines and exit with 1, instead of stopping at the first.")
 @click.option("--create/--no-create", default=True, show_default=True, help="Create the store if DIR has none.")
 @dry_run_option
-@json_option
-@click.pass_context
 def produce(
-    ctx: click.Context,
     target: Path,
     topic: str,
     files: tuple[Path, ...],
@@ -165,10 +160,8 @@ def produce(
                 note(f"{done.messages} messages were stored before this error{perhaps}:")
             raise
     done.show(json_output=json_output, dry_run=dry_run, interrupted=stop.asked)
-    if stop.asked:
-        ctx.exit(INTERRUPTED)
-    if done.bad:
-        ctx.exit(FINDINGS)
+    finish(stop.asked, INTERRUPTED)
+    finish(done.bad)
 
 
 def _run(

@@ -15,7 +15,7 @@ from mqstore.errors import FormatError
 from mqstore_tools.export import lines
 from mqstore_tools.render import VERSION, FindingPrinter, as_json, export_row, note, print_json, progress, safe, when
 from mqstore_tools.session import DefaultGroup, dry_run_option
-from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, json_option, output_option
+from mqstore_tools.shared import directory_argument, finish, output_option
 
 _files_argument = click.argument("files", metavar="[FILE]...", nargs=-1)
 
@@ -23,8 +23,7 @@ _files_argument = click.argument("files", metavar="[FILE]...", nargs=-1)
 @click.group(
     cls=DefaultGroup,
     short_help="List, print and restore messages that recovery has cut.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore quarantine var/mq                          # the same as: mqstore quarantine list var/mq
   mqstore quarantine export var/mq --output cut.jsonl
   mqstore quarantine restore var/mq --dry-run
@@ -41,17 +40,14 @@ def quarantine() -> None:
 @quarantine.command(
     "list",
     short_help="List the messages that were cut. Changes nothing.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore quarantine list var/mq
   mqstore quarantine list var/mq restored/00000000000067108864-1760000000000
   mqstore quarantine list var/mq --json | jq '.files[].messages[].keys'""",
 )
 @directory_argument
 @_files_argument
-@json_option
-@click.pass_context
-def list_(ctx: click.Context, directory: Path, files: tuple[str, ...], json_output: bool) -> None:
+def list_(directory: Path, files: tuple[str, ...], json_output: bool) -> None:
     """List the whole messages that recovery has cut from the store in DIR, with their old places.
 
     For each file it prints the number of messages and of bytes outside messages. Such bytes are also reported on
@@ -73,8 +69,7 @@ def list_(ctx: click.Context, directory: Path, files: tuple[str, ...], json_outp
         print("]}" if count else before + "]}")
     elif not count:
         note("nothing was cut, or all of it was restored")
-    if printer.findings:
-        ctx.exit(FINDINGS)
+    finish(printer.findings)
 
 
 class _Contents:
@@ -131,9 +126,7 @@ def _print_text(name: str, contents: _Contents) -> None:
 
 @quarantine.command(
     short_help="Print the messages that were cut as JSON lines. Changes nothing.",
-    cls=StoreCommand,
-    epilog="""\b
-Examples:
+    examples="""
   mqstore quarantine export var/mq --output cut.jsonl
   mqstore quarantine export var/mq | jq -r '.body | @base64d'
   mqstore quarantine export var/mq | mqstore produce other/mq orders --exported""",
@@ -142,8 +135,7 @@ Examples:
 @_files_argument
 @output_option
 @click.option("--json", "json_output", is_flag=True, help="Print findings and the summary as JSON, too.")
-@click.pass_context
-def export(ctx: click.Context, directory: Path, files: tuple[str, ...], output: Path | None, json_output: bool) -> None:
+def export(directory: Path, files: tuple[str, ...], output: Path | None, json_output: bool) -> None:
     """Print the messages that recovery has cut from the store in DIR, as `mqstore export` does.
 
     One JSON object per line. `queue_offset` and `physical_offset` are the old place of the message. Bytes outside
@@ -166,15 +158,13 @@ def export(ctx: click.Context, directory: Path, files: tuple[str, ...], output: 
                 count += 1
     summary = {"ok": not printer.findings, "messages": count, "files": of_files}
     printer.sum_up(summary, f"exported {count} messages of {of_files} files", output)
-    if printer.findings:
-        ctx.exit(FINDINGS)
+    finish(printer.findings)
 
 
 @quarantine.command(
     "restore",
     short_help="Append the messages that were cut to the log again.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore quarantine restore var/mq --dry-run
   mqstore quarantine restore var/mq
   mqstore quarantine restore var/mq 00000000000067108864-1760000000000 --json""",
@@ -182,9 +172,7 @@ Examples:
 @directory_argument
 @_files_argument
 @dry_run_option
-@json_option
-@click.pass_context
-def restore_(ctx: click.Context, directory: Path, files: tuple[str, ...], dry_run: bool, json_output: bool) -> None:
+def restore_(directory: Path, files: tuple[str, ...], dry_run: bool, json_output: bool) -> None:
     """Append the messages that recovery has cut from the store in DIR to the log again.
 
     They are appended in the order of their old offsets, and the files are moved to DIR/cut/restored. A message keeps
@@ -205,8 +193,7 @@ def restore_(ctx: click.Context, directory: Path, files: tuple[str, ...], dry_ru
         print_json({"dry_run": dry_run, **done})
     else:
         _report(done, dry_run=dry_run)
-    if any(each["refused"] or each["other_bytes"] for each in done["files"]):
-        ctx.exit(FINDINGS)
+    finish(any(each["refused"] or each["other_bytes"] for each in done["files"]))
 
 
 def _report(done: dict[str, Any], *, dry_run: bool) -> None:

@@ -11,32 +11,14 @@ import click
 from mqstore.admin import carve as carve_records
 from mqstore.admin import rebuild_config
 from mqstore_tools.multi_store import on_spark, spark_option, stores_argument
-from mqstore_tools.render import (
-    console,
-    note,
-    print_findings,
-    print_json,
-    progress,
-    safe,
-    show_bytes,
-    show_tables,
-)
+from mqstore_tools.render import console, note, print_findings, print_json, progress, safe, show_bytes, show_tables
 from mqstore_tools.session import ask, dry_run_option, yes_option
-from mqstore_tools.shared import (
-    FINDINGS,
-    UNUSABLE,
-    StoreCommand,
-    findings_on_stderr,
-    json_option,
-    refuse_given,
-)
+from mqstore_tools.shared import UNUSABLE, command, findings_on_stderr, finish, refuse_given
 
 
-@click.command(
-    cls=StoreCommand,
+@command(
     short_help="Repair a store. --dry-run shows the plan.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore recover var/mq --dry-run            # the plan; changes nothing
   mqstore recover var/mq                      # carry it out
   mqstore recover fleet/* --spark local[4]
@@ -65,10 +47,7 @@ Examples:
 )
 @yes_option
 @spark_option
-@json_option
-@click.pass_context
 def recover(
-    ctx: click.Context,
     stores: tuple[str, ...],
     dry_run: bool,
     prefix: bool,
@@ -100,27 +79,20 @@ def recover(
         with progress("searching") as report_progress, findings_on_stderr():
             carved = carve_records(stores, into, profile=profile, dry_run=dry_run, progress=report_progress)
         _show_carved(carved, json_output=json_output)
-        if carved["damaged"] or carved["refused"] or not carved["found"]:
-            ctx.exit(FINDINGS)
+        finish(carved["damaged"] or carved["refused"] or not carved["found"])
         return
-    refuse_given(ctx, ("into", "profile"), "goes with --carve")
+    refuse_given(("into", "profile"), "goes with --carve")
     if "config" in rebuild:
         if len(stores) > 1 or len(rebuild) > 1 or master:
             raise click.UsageError("--rebuild config is for one store, without other options: it loses settings")
-        if _rebuild_config(Path(stores[0]), dry_run=dry_run, yes=yes, json_output=json_output):
-            ctx.exit(FINDINGS)
+        finish(_rebuild_config(Path(stores[0]), dry_run=dry_run, yes=yes, json_output=json_output))
         return
     from mqstore.jobs import recover as run
 
     in_bytes = len(stores) == 1 and master is None
     with on_spark(master) as spark, progress("recovering", of_bytes=in_bytes) as report_progress, findings_on_stderr():
         found = run(
-            stores,
-            dry_run=dry_run,
-            prefix=prefix,
-            rebuild_index=bool(rebuild),
-            spark=spark,
-            progress=report_progress,
+            stores, dry_run=dry_run, prefix=prefix, rebuild_index=bool(rebuild), spark=spark, progress=report_progress
         )
     rows: list[dict[str, Any]] = []
     work = False
@@ -144,10 +116,8 @@ def recover(
             rows[-1] = {"store": each.store, **rows[-1]}
     if json_output:
         print_json(rows[0] if len(found) == 1 else {"dry_run": dry_run, "stores": rows})
-    if any(each.report is None for each in found):
-        ctx.exit(UNUSABLE)
-    if work:
-        ctx.exit(FINDINGS)
+    finish(any(each.report is None for each in found), UNUSABLE)
+    finish(work)
 
 
 def _show_carved(found: dict[str, Any], *, json_output: bool) -> None:

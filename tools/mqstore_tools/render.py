@@ -245,15 +245,19 @@ Cells = tuple[str, Sequence[str], Sequence[Iterable[object]]]
 """Title, columns and rows of a table: the arguments of `table`."""
 
 
-def show_tables(value: Any, *tables: Cells, json_output: bool, empty: str = "", stderr: bool = False) -> None:
-    """Print `value` as JSON, or else the tables. If these have no rows, print the note `empty`, if given."""
+def show_tables(
+    value: Any, *tables: Cells, json_output: bool, empty: str = "", notes: Iterable[str] = (), stderr: bool = False
+) -> None:
+    """Print `value` as JSON, or else the tables and `notes`. If no table has rows, `empty` is printed, if given."""
     if json_output:
         print_json(value)
-    elif empty and not any(rows for _, _, rows in tables):
-        note(empty)
-    else:
-        for each in tables:
-            console(stderr=stderr).print(table(*each))
+        return
+    if empty and not any(rows for _, _, rows in tables):
+        notes, tables = [empty, *notes], ()
+    for each in tables:
+        console(stderr=stderr).print(table(*each))
+    for line in notes:
+        note(line)
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from mqstore_tools.groups import group_row
 from mqstore_tools.inspect import store_state
 from mqstore_tools.plots import Html, bar, cell_bytes, columns, interval_ms, legend, page, strip, table, tag
 from mqstore_tools.render import note, pick, print_json, progress, show_bytes, when
-from mqstore_tools.session import show_ms
-from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, findings_on_stderr, json_option
+from mqstore_tools.session import as_cells
+from mqstore_tools.shared import command, directory_argument, findings_on_stderr, finish
 from mqstore_tools.topics import topic_row
 
 _MOST, _FINDINGS = 25, 100
@@ -26,11 +26,9 @@ _UNCHECKED = "Checksums, units against their records, entries of the index: use 
 _TIMES = "first_store_timestamp_ms last_store_timestamp_ms"
 
 
-@click.command(
-    cls=StoreCommand,
+@command(
     short_help="Write a page about a store, for a ticket or a meeting.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore report var/mq --html mq.html
   mqstore report var/mq --html mq.html --verify || echo findings""",
 )
@@ -44,9 +42,7 @@ Examples:
     help="Write the page to FILE, which appears when it is complete.",
 )
 @click.option("--verify", "check", is_flag=True, help="Check everything, too, as `mqstore verify` does.")
-@json_option
-@click.pass_context
-def report(ctx: click.Context, directory: Path, output: Path, check: bool, json_output: bool) -> None:
+def report(directory: Path, output: Path, check: bool, json_output: bool) -> None:
     """Write one HTML page about the store in DIR: traffic, sizes, lag, delays, a map of the log, findings, settings.
 
     The page needs no other file, no script and no network, and can be printed. It has at most 25 rows of each kind and
@@ -65,8 +61,7 @@ def report(ctx: click.Context, directory: Path, output: Path, check: bool, json_
         note(f"wrote {output}: {len(found['findings'])} findings")
     for section, why in found["not_shown"].items():
         note(f"not shown: {section} ({why})")
-    if found["findings"] or found["not_shown"]:
-        ctx.exit(FINDINGS)
+    finish(found["findings"] or found["not_shown"])
 
 
 def _collect(directory: Path, *, check: bool) -> dict[str, Any]:
@@ -149,20 +144,17 @@ def _traffic(found: Mapping[str, Any]) -> list[Html]:
     text = f"{total['messages']:,} messages with bodies of {show_bytes(total['bytes'])}, by the time of storing"
     plots = [columns([pick(each, "start_ms messages") for each in series], "Messages")] if series else []
     if total["bytes"]:
-        plots.append(
-            columns([pick(each, "start_ms bytes") for each in series], "Bytes of bodies", show_bytes, line=True)
-        )
+        plots.append(columns([pick(each, "start_ms bytes") for each in series], "Bytes of bodies", show_bytes))
     return [tag("p", text), *plots] if plots else []
 
 
 def _sizes(found: Mapping[str, Any]) -> list[Html]:
     def cells(row: Mapping[str, Any]) -> tuple[dict[str, int], Iterable[object]]:
-        sizes = pick(row, "log_bytes queue_bytes consumed_bytes")
-        size, _, consumed = sizes
+        size, consumed = pick(row, "log_bytes consumed_bytes")
         kinds = {"system": size} if consumed is None else {"consumed": consumed, "live": size - consumed}
-        return kinds, [f"{row['messages']:,}", *(None if each is None else show_bytes(each) for each in sizes)]
+        return kinds, as_cells(row, "messages log_bytes queue_bytes consumed_bytes")
 
-    parts = [(name, f"{each['files']:,}", show_bytes(each["bytes"])) for name, each in found["disk"]["parts"].items()]
+    parts = [(name, *as_cells(each, "files bytes")) for name, each in found["disk"]["parts"].items()]
     heads = ("topic", "messages>", "in the log>", "queues>", "consumed>", "|")
     shown = _largest(found["disk"]["topics"], "log_bytes", heads, cells)
     return shown and [*shown, legend("consumed", "live", "system"), table(("files of", "number>", "bytes>"), parts)]
@@ -170,8 +162,7 @@ def _sizes(found: Mapping[str, Any]) -> list[Html]:
 
 def _lag(found: Mapping[str, Any]) -> list[Html]:
     def cells(row: Mapping[str, Any]) -> tuple[dict[str, int], Iterable[object]]:
-        counts = [None if each is None else f"{each:,}" for each in pick(row, "messages in_flight lost")]
-        return {"count": row["messages"] or 0}, [*counts, show_ms(row["oldest_age_ms"])]
+        return {"count": row["messages"] or 0}, as_cells(row, "messages in_flight lost oldest_age_ms")
 
     heads = ("group", "messages>", "in flight>", "lost>", "oldest is>", "|")
     return _largest(found["lag"]["groups"], "messages", heads, cells)

@@ -27,7 +27,7 @@ from mqstore.serve import (
 )
 from mqstore.serve import supervise as start_child
 from mqstore_tools.render import VERSION, as_json, note
-from mqstore_tools.shared import StoreCommand, directory_argument, json_option
+from mqstore_tools.shared import command, directory_argument
 
 
 class _Address(click.ParamType[tuple[str, int]]):
@@ -46,11 +46,9 @@ class _Address(click.ParamType[tuple[str, int]]):
             self.fail(f"{error}.", param, ctx)
 
 
-@click.command(
-    cls=StoreCommand,
+@command(
     short_help="Let RocketMQ's clients send and consume.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore serve var/mq
   mqstore serve var/mq --listen 127.0.0.1:10911 --flush --supervise
   mqstore serve var/mq --listen 0.0.0.0:9876 --insecure-bind --advertise queue.example:9876""",
@@ -98,12 +96,7 @@ Examples:
     is_flag=True,
     help="Without --auth: allow an address that other machines reach. Anybody there can read and write every message.",
 )
-@click.option(
-    "--metrics",
-    type=_Address(),
-    metavar="HOST:PORT",
-    help="Address at which Prometheus gets /metrics.",
-)
+@click.option("--metrics", type=_Address(), metavar="HOST:PORT", help="Address at which Prometheus gets /metrics.")
 @click.option(
     "--max-connections",
     type=click.IntRange(1),
@@ -123,7 +116,6 @@ Examples:
     metavar="SECONDS",
     help="End when no client has been connected for so long. Without --listen there is only the Unix socket.",
 )
-@json_option
 def serve(
     directory: Path,
     listen: tuple[tuple[str, int], ...],

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -26,8 +26,8 @@ from mqstore import Store
 from mqstore.admin import operations
 from mqstore.errors import ConnectionLostError
 from mqstore.jobs import duration_s
-from mqstore_tools.render import note, print_json, safe
-from mqstore_tools.shared import Context, StoreCommand
+from mqstore_tools.render import note, pick, print_json, safe, show_bytes
+from mqstore_tools.shared import StoreCommand, WithExamples
 
 _AGE = re.compile(r"\d{1,9}[smhd]")
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^/:\s\[\]]+):\d{1,5}")
@@ -153,12 +153,18 @@ def delete_after_asking(
     print_done(row, f"deleted {what}", json_output=json_output)
 
 
-class DefaultGroup(click.Group):
-    """Group whose first sub-command is the default: `mqstore topics DIR` means `topics list DIR`.
-    A directory with the name of a sub-command is written `./list`."""
+class Commands(WithExamples, click.Group):
+    """Group of sub-commands, listed as they were added."""
 
     command_class = StoreCommand
-    context_class = Context
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+class DefaultGroup(Commands):
+    """Group whose first sub-command is the default: `mqstore topics DIR` means `topics list DIR`.
+    A directory with the name of a sub-command is written `./list`."""
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return [*click.Command.collect_usage_pieces(self, ctx), "[COMMAND] DIR [ARGS]..."]
@@ -172,9 +178,6 @@ class DefaultGroup(click.Group):
                 ctx.fail(f"No such command {args[0]!r}.")
             args = [names[0], *args]
         return super().parse_args(ctx, args)
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # as they were added, the default first
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         return [*super().shell_complete(ctx, incomplete), CompletionItem(incomplete, type="dir")]
@@ -226,3 +229,14 @@ def show_ms(duration_ms: int | None) -> str:
             words.append(f"{rest // seconds}{unit}")
             rest %= seconds
     return " ".join(words[:2]) or "0s"
+
+
+_SHOWN: dict[str, Callable[[Any], str]] = {"bytes": show_bytes, "ms": show_ms, "s": "{:.1f}".format}
+
+
+def as_cells(row: Mapping[str, Any], names: str) -> list[object]:
+    """Return the members of a row whose names are given, separated by blanks, as cells of a table.
+    Sizes, durations and rates are text with units, by the last word of the name. None stays None."""
+    found = zip(names.split(), pick(row, names), strict=True)
+    shows = ((_SHOWN.get(name.rpartition("_")[2]), value) for name, value in found)
+    return [value if value is None or show is None else show(value) for show, value in shows]

@@ -11,40 +11,24 @@ import sys
 import traceback
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import click
 
-from mqstore import MQStoreError, QueueRef
-from mqstore.errors import (
-    ConfigError,
-    FilterError,
-    GroupNotFoundError,
-    InvalidMessageError,
-    InvalidReceiptError,
-    NotPermittedError,
-    NotSupportedError,
-    OffsetOutOfRangeError,
-    TopicNotFoundError,
-)
+from mqstore import MQStoreError, QueueRef, errors
 from mqstore_tools import JSON_ASKED
 from mqstore_tools.render import VERSION, as_json, note, safe
 
 FINDINGS, WRONG_USAGE, UNUSABLE, INTERRUPTED, READER_GONE = 1, 2, 3, 130, 141
 
 _USAGE_ERRORS = (
-    ConfigError,
-    FilterError,
-    GroupNotFoundError,
-    InvalidMessageError,
-    InvalidReceiptError,
-    NotPermittedError,
-    NotSupportedError,
-    OffsetOutOfRangeError,
-    TopicNotFoundError,
+    *(errors.ConfigError, errors.FilterError, errors.GroupNotFoundError, errors.InvalidMessageError),
+    *(errors.InvalidReceiptError, errors.NotPermittedError, errors.NotSupportedError),
+    *(errors.OffsetOutOfRangeError, errors.TopicNotFoundError),
 )
-
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -75,10 +59,26 @@ class Context(click.Context):
     formatter_class = _Help
 
 
-class StoreCommand(click.Command):
-    """Sub-command. Errors of the library become one escaped line on stderr and an exit code."""
+class WithExamples(click.Command):
+    """Command or group whose help ends with `examples`."""
 
     context_class = Context
+
+    def __init__(self, *arguments: Any, examples: str = "", **attributes: Any) -> None:
+        super().__init__(*arguments, **attributes)
+        self.epilog = f"\b\nExamples:{examples}" if examples else self.epilog
+
+
+class StoreCommand(WithExamples):
+    """Sub-command, with --json if its function takes `json_output`.
+    Errors of the library become one escaped line on stderr and an exit code."""
+
+    def __init__(self, *arguments: Any, **attributes: Any) -> None:
+        super().__init__(*arguments, **attributes)
+        known = {each.name for each in self.params}
+        if self.callback is not None and "json_output" in signature(self.callback).parameters.keys() - known:
+            help_ = "Print JSON, for programs."
+            self.params.append(click.Option(["--json", "json_output"], is_flag=True, help=help_))
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -116,11 +116,20 @@ class StoreCommand(click.Command):
             print_error(error, message)
             ctx.exit(code)
         # Further lines of a FilterError show the user's own expression and point to the mistake.
-        first, *others = str(message).splitlines() if isinstance(error, FilterError) else [message]
+        first, *others = str(message).splitlines() if isinstance(error, errors.FilterError) else [message]
         note(f"{ctx.command_path}: {first}")
         for line in others:
             click.echo(safe(line), err=True)
         ctx.exit(code)
+
+
+command = partial(click.command, cls=StoreCommand)
+
+
+def finish(findings: object, code: int = FINDINGS) -> None:
+    """End the command with this exit code if there are findings."""
+    if findings:
+        raise click.exceptions.Exit(code)
 
 
 def print_error(error: Exception, message: object) -> None:
@@ -194,15 +203,15 @@ def note_front(began: int, ended: int) -> None:
         note(f"meanwhile, the writer's retention has moved the front of the log from {began} to {ended}")
 
 
-def was_given(ctx: click.Context, name: str) -> bool:
+def was_given(name: str) -> bool:
     """Return True if an option was given, not left at its default."""
-    return ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+    return click.get_current_context().get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
 
 
-def refuse_given(ctx: click.Context, names: Collection[str], why: str) -> None:
+def refuse_given(names: Collection[str], why: str) -> None:
     """Raise UsageError if one of these options was given. `why` is a phrase like "goes with --to"."""
-    for option in ctx.command.params:
-        if option.name in names and was_given(ctx, option.name):
+    for option in click.get_current_context().command.params:
+        if option.name in names and was_given(option.name):
             raise click.UsageError(f"{option.opts[0]} {why}")
 
 

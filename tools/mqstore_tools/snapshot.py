@@ -9,14 +9,12 @@ import click
 
 from mqstore import admin
 from mqstore_tools.render import console, note, print_findings, print_json, progress, safe, show_bytes
-from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, findings_on_stderr, json_option
+from mqstore_tools.shared import command, directory_argument, findings_on_stderr, finish
 
 
-@click.command(
-    cls=StoreCommand,
+@command(
     short_help="Copy a store, even while it is in use.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore snapshot var/mq /backup/mq-monday
   mqstore snapshot var/mq /backup/mq-monday --dry-run      # print its size and the free space
   mqstore snapshot var/mq var/mq-now --link && mqstore export var/mq-now --to lake/mq""",
@@ -29,11 +27,7 @@ Examples:
     help="Hard-link closed segments instead of copying them: fast, no space, only on the same file system.",
 )
 @click.option("--dry-run", is_flag=True, help="Only print what would be copied.")
-@json_option
-@click.pass_context
-def snapshot(
-    ctx: click.Context, directory: Path, destination: Path, link: bool, dry_run: bool, json_output: bool
-) -> None:
+def snapshot(directory: Path, destination: Path, link: bool, dry_run: bool, json_output: bool) -> None:
     """Copy the store in DIR to DEST, a folder that does not exist yet. The store may be in use.
 
     DEST is a cleanly closed store with everything that was stored before the command started. All checksums are
@@ -54,8 +48,7 @@ def snapshot(
         print_json({"dry_run": False, **done})
     else:
         _show(done)
-    if done["findings"]:
-        ctx.exit(FINDINGS)
+    finish(done["findings"])
 
 
 def _show_plan(plan: dict[str, Any]) -> None:

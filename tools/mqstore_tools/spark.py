@@ -23,22 +23,13 @@ from mqstore_tools.multi_store import (
     usable,
 )
 from mqstore_tools.render import as_json, body_text, console, note, print_json, progress, table
-from mqstore_tools.session import dry_run_option
-from mqstore_tools.shared import Context, StoreCommand, json_option
+from mqstore_tools.session import Commands, dry_run_option
 
 _BODY_BYTES = 80
 
 
-class _Commands(click.Group):
-    command_class = StoreCommand
-    context_class = Context
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
-
-
 @click.group(
-    cls=_Commands,
+    cls=Commands,
     short_help="Run jobs over many or large stores in Spark.",
     epilog="""\b
 Examples:
@@ -58,8 +49,7 @@ def spark() -> None:
 
 @spark.command(
     short_help="Delete uncommitted files of Spark jobs.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore spark clean var/mq --dry-run --older-than 0s    # show all staged files, of running jobs as well
   mqstore spark clean var/mq fleet/set --older-than 7d""",
 )
@@ -73,7 +63,6 @@ Examples:
     help="Only files unchanged for this time (36h). If it is shorter than a job, files of a running job are deleted.",
 )
 @dry_run_option
-@json_option
 def clean(targets: tuple[Path, ...], older_than: float, dry_run: bool, json_output: bool) -> None:
     """Delete files that crashed Spark jobs have left in stores and store sets.
     These are files in TARGET/_staging and, in a set, stores that its manifest does not list. None of them is a message.
@@ -94,8 +83,7 @@ def clean(targets: tuple[Path, ...], older_than: float, dry_run: bool, json_outp
 
 @spark.command(
     short_help="Query stores in SQL.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore spark sql var/mq "select topic, count(*) from messages group by 1"
   mqstore spark sql 'fleet/*' "select * from groups where lag > 1000"
   mqstore spark sql var/mq "select body from messages where tags = 'paid'" --out paid --format json
@@ -114,7 +102,6 @@ Examples:
     help="Format of the files in --out.",
 )
 @click.option("--max-rows", type=click.IntRange(1), metavar="N", default=1000, show_default=True, help="Limit of rows.")
-@json_option
 def sql(
     messages: Messages,
     master: str,
@@ -195,8 +182,7 @@ def _cell(value: Any) -> str:
 
 @spark.command(
     short_help="Start Python with a Spark session, and stores as views.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore spark shell var/mq
   echo 'print(messages.count())' | mqstore spark shell var/mq""",
 )

@@ -11,9 +11,9 @@ from typing import Any
 import click
 
 from mqstore.admin import operations
-from mqstore_tools.render import Cells, show_bytes, when
-from mqstore_tools.session import connected, show_ms, target_argument
-from mqstore_tools.shared import StoreCommand, json_option
+from mqstore_tools.render import Cells, when
+from mqstore_tools.session import as_cells, connected, target_argument
+from mqstore_tools.shared import command
 from mqstore_tools.watching import interval_option, watch
 
 _WINDOW_MS = 10_000
@@ -28,11 +28,9 @@ _GROUPS = {"group": "name", "lag>": "messages", "oldest is>": "oldest_age_ms", "
 _GROUPS |= {"out/s>": "out_per_s", "dead>": "dead_letters", "clients>": "clients"}
 
 
-@click.command(
-    cls=StoreCommand,
+@command(
     short_help="Show what happens right now. Changes nothing.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore top var/mq
   mqstore top 127.0.0.1:9876 --sort age --match billing
   mqstore top var/mq --once
@@ -43,7 +41,6 @@ Examples:
 @click.option("--sort", type=click.Choice([*_SORTS]), default="messages", show_default=True, help="Sort by.")
 @click.option("--match", default="", metavar="TEXT", help="Only topics and groups with this text in their name.")
 @interval_option
-@json_option
 def top(target: Path, once: bool, sort: str, match: str, interval: float, json_output: bool) -> None:
     """Show rates of topics, lags of groups, and what waits, every few seconds: as a page on a terminal, else as text.
 
@@ -149,13 +146,4 @@ class _Choice:
             ("", _TOPICS, self.rows(view["topics"])),
             ("", _GROUPS, self.rows(view["groups"])),
         )
-        return [
-            (title, [*of], [[_cell(name, row[name]) for name in of.values()] for row in rows])
-            for title, of, rows in parts
-        ]
-
-
-def _cell(name: str, value: Any) -> object:
-    if name.endswith("_bytes"):
-        return show_bytes(value)
-    return show_ms(value) if name.endswith("_ms") else f"{value:.1f}" if isinstance(value, float) else value
+        return [(title, [*of], [as_cells(row, " ".join(of.values())) for row in rows]) for title, of, rows in parts]

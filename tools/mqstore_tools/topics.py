@@ -17,7 +17,6 @@ from mqstore_tools.session import (
     target_argument,
     yes_option,
 )
-from mqstore_tools.shared import json_option
 
 _OF_GROUPS = ("%RETRY%", "%DLQ%")
 """Prefixes of topics that have retries and dead letters."""
@@ -30,8 +29,7 @@ _PERMS = {"none": 0, "w": 2, "r": 4, "rw": 6}
 @click.group(
     cls=DefaultGroup,
     short_help="Show, create, alter and delete topics.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore topics var/mq                       # the same as: mqstore topics list var/mq
   mqstore topics var/mq --json | jq -r '.topics[].name'
   mqstore topics create var/mq orders --queues 8 --type fifo
@@ -49,14 +47,12 @@ def topics() -> None:
 @topics.command(
     "list",
     short_help="Show topics. Changes nothing.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore topics list var/mq
   mqstore topics list var/mq --system --json""",
 )
 @target_argument
 @click.option("--system", is_flag=True, help="Include retry, dead-letter and system topics.")
-@json_option
 def list_(target: Path, system: bool, json_output: bool) -> None:
     """Show the topics of the store in DIR: queues, permissions, type, messages, and groups that consume them.
 
@@ -86,24 +82,14 @@ def _perm_text(perm: int) -> str:
 
 def topic_row(view: Any) -> dict[str, Any]:
     """Return a topic as JSON has it."""
-    config = view.config
-    return {
-        "name": config.name,
-        "read_queues": config.read_queues,
-        "write_queues": config.write_queues,
-        "perm": config.perm,
-        "order": config.order,
-        "message_type": config.message_type,
-        "attributes": dict(config.attributes),
-        "messages": view.messages,
-        "groups": view.groups,
-    }
+    names = ("name", "read_queues", "write_queues", "perm", "order", "message_type")
+    row = {name: getattr(view.config, name) for name in names}
+    return {**row, "attributes": dict(view.config.attributes), "messages": view.messages, "groups": view.groups}
 
 
 @topics.command(
     short_help="Create a topic.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore topics create var/mq orders
   mqstore topics create var/mq orders --queues 8 --type fifo
   mqstore topics create var/mq orders --dry-run""",
@@ -114,7 +100,6 @@ Examples:
 @click.option("--type", "type_", type=_TYPES, help="Type of its messages (default unspecified).")
 @click.option("--perm", type=_PERM, default="rw", show_default=True, help="Permissions: r to read, w to write.")
 @dry_run_option
-@json_option
 def create(
     target: Path, name: str, queues: int | None, type_: str | None, perm: str, dry_run: bool, json_output: bool
 ) -> None:
@@ -130,8 +115,7 @@ def create(
 
 @topics.command(
     short_help="Change a topic.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore topics alter var/mq orders --perm r              # refuse new messages
   mqstore topics alter var/mq orders --write-queues 4      # fewer queues: first for senders, and
   mqstore topics alter var/mq orders --read-queues 4       # for readers once the others are drained""",
@@ -145,7 +129,6 @@ Examples:
 @click.option("--type", "type_", type=_TYPES, help="Type of its messages.")
 @click.option("--force", is_flag=True, help="Even if messages remain in queues that nobody reads, or order is lost.")
 @dry_run_option
-@json_option
 def alter(
     target: Path,
     name: str,
@@ -182,8 +165,7 @@ def alter(
 
 @topics.command(
     short_help="Delete a topic, its messages and its committed offsets.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore topics delete var/mq orders --dry-run
   mqstore topics delete var/mq orders --force --yes""",
 )
@@ -192,7 +174,6 @@ Examples:
 @click.option("--force", is_flag=True, help="Even if groups consume it. Messages they have not consumed are lost.")
 @dry_run_option
 @yes_option
-@json_option
 def delete(target: Path, name: str, force: bool, dry_run: bool, yes: bool, json_output: bool) -> None:
     """Delete the topic NAME in the store in DIR: its messages, its retries, and all groups' offsets in it.
 

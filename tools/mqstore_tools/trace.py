@@ -7,15 +7,13 @@ from typing import Any
 import click
 
 from mqstore_tools.multi_store import on_spark, spark_option, stores_argument
-from mqstore_tools.render import note, pick, progress, safe, show_tables, when
-from mqstore_tools.shared import FINDINGS, StoreCommand, json_option
+from mqstore_tools.render import pick, progress, safe, show_tables, when
+from mqstore_tools.shared import command, finish
 
 
-@click.command(
-    cls=StoreCommand,
+@command(
     short_help="Tell what happened to a message, and where it is.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore trace var/mq order-4711
   mqstore trace var/mq orders/0@48 --group billing
   mqstore trace var/mq 7F000001000000000000000000000400 --json
@@ -25,7 +23,6 @@ Examples:
 @click.argument("key", metavar="KEY|ID|OFFSET")
 @click.option("--group", "groups", multiple=True, help="Only this group; may be repeated.")
 @spark_option
-@json_option
 def trace(stores: tuple[str, ...], key: str, groups: tuple[str, ...], master: str | None, json_output: bool) -> None:
     """Tell what happened to the messages with this key, id or place, and where they are, for each group.
 
@@ -45,13 +42,9 @@ def trace(stores: tuple[str, ...], key: str, groups: tuple[str, ...], master: st
     with on_spark(master) as spark, progress("looking", of_bytes=False) as report:
         found = follow(stores, key, groups, spark=spark, progress=report).to_dict()
     tables = [table for message in found["messages"] for table in _tables(message, several=len(stores) > 1)]
-    show_tables(
-        found, *tables, json_output=json_output, empty="" if tables else f"no message has the key {found['key']}"
-    )
-    for why in () if json_output else found["missed"]:
-        note(f"not known: {why}")
-    if not found["messages"]:
-        click.get_current_context().exit(FINDINGS)
+    notes = [f"not known: {why}" for why in found["missed"]]
+    show_tables(found, *tables, json_output=json_output, empty=f"no message has the key {found['key']}", notes=notes)
+    finish(not found["messages"])
 
 
 def _tables(message: dict[str, Any], *, several: bool) -> list[tuple[str, tuple[str, ...], list[list[object]]]]:

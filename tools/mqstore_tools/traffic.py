@@ -7,18 +7,16 @@ from typing import Any
 import click
 
 from mqstore_tools.multi_store import Messages, message_options, names, on_spark, spark_option
-from mqstore_tools.render import console, note, print_json, progress, show_bytes, table, when
+from mqstore_tools.render import Cells, progress, show_bytes, show_tables, when
 from mqstore_tools.session import show_ms
-from mqstore_tools.shared import StoreCommand, json_option
+from mqstore_tools.shared import command
 
 _SHOWN = 50
 
 
-@click.command(
-    cls=StoreCommand,
+@command(
     short_help="Count messages and their bytes by time.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore traffic fleet/* --from 24h
   mqstore traffic var/mq --topic orders --by topic,queue_id --interval 1h
   mqstore traffic var/mq --json | jq -r '.series[] | [.start_ms, .topic, .messages] | @tsv'""",
@@ -29,7 +27,6 @@ Examples:
 )
 @click.option("--by", default="topic", show_default=True, metavar="NAMES", help="Group by: store, topic, queue_id.")
 @spark_option
-@json_option
 def traffic(messages: Messages, interval: str, by: str, master: str | None, json_output: bool) -> None:
     """Count the messages of the stores in DIR by the time when they were stored.
 
@@ -42,18 +39,13 @@ def traffic(messages: Messages, interval: str, by: str, master: str | None, json
     chosen = messages.select()
     with on_spark(master) as spark, progress("counting", of_bytes=False) as report:
         found = traffic_report(chosen, interval=interval, by=names(by) or (), spark=spark, progress=report)
-    if json_output:
-        print_json(found.to_dict())
-        return
-    if found.total.messages:
-        _show(found.to_dict())
-    else:
-        note("no messages")
-    if found.damaged:
-        note(f"{found.damaged} damaged messages were skipped")
+    more = len(found.rows) - _SHOWN
+    notes = [f"and {more} more; --json has all"] * (more > 0)
+    notes += [f"{found.damaged} damaged messages were skipped"] * (found.damaged > 0)
+    show_tables(found.to_dict(), _table(found.to_dict()), json_output=json_output, empty="no messages", notes=notes)
 
 
-def _show(found: dict[str, Any]) -> None:
+def _table(found: dict[str, Any]) -> Cells:
     by = [name for name in found["by"] if name]
     columns = [name.replace("queue_id", "queue>") for name in by]
     columns += ["messages>", "bytes>", "per s>", "peak per s>", "size p50>", "p95>", "max>", "delay p50>", "p95>"]
@@ -62,9 +54,7 @@ def _show(found: dict[str, Any]) -> None:
     if by and len(found["rows"]) > 1:
         rows.append(["all", *[""] * (len(by) - 1), *_cells(found["total"])])
     total = found["total"]
-    console().print(table(f"{when(total['first_ms'])} to {when(total['last_ms'])}", columns, rows))
-    if len(found["rows"]) > _SHOWN:
-        note(f"and {len(found['rows']) - _SHOWN} more; --json has all")
+    return f"{when(total['first_ms'])} to {when(total['last_ms'])}", columns, rows
 
 
 def _cells(row: dict[str, Any]) -> list[Any]:

@@ -9,7 +9,7 @@ import click
 
 from mqstore_tools.multi_store import on_spark, spark_option, stores_argument
 from mqstore_tools.render import console, finding_of, note, print_finding, print_json, progress, show_bytes
-from mqstore_tools.shared import FINDINGS, UNUSABLE, StoreCommand, findings_on_stderr, json_option, note_front
+from mqstore_tools.shared import UNUSABLE, command, findings_on_stderr, finish, note_front
 
 _LISTED = 10_000
 """Limit of listed findings of a range, since there may be more than memory can hold."""
@@ -17,11 +17,9 @@ _SHOWN = 1000
 """Limit of printed findings. JSON has all."""
 
 
-@click.command(
-    cls=StoreCommand,
+@command(
     short_help="Check everything, checksums included. Changes nothing.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore verify var/mq && echo all is well
   mqstore verify fleet/* --spark local[4]
   mqstore verify var/mq --json | jq -r '.findings[].kind' | sort | uniq -c""",
@@ -29,11 +27,7 @@ Examples:
 @stores_argument
 @click.option("--all", "all_findings", is_flag=True, help="List known damage too.")
 @spark_option
-@json_option
-@click.pass_context
-def verify(
-    ctx: click.Context, stores: tuple[str, ...], all_findings: bool, master: str | None, json_output: bool
-) -> None:
+def verify(stores: tuple[str, ...], all_findings: bool, master: str | None, json_output: bool) -> None:
     """Check every record, unit, index entry and JSON file of the stores in DIR, checksums included.
 
     Changes nothing, and works while a writer has the store open. Exit code 1 if there are new findings.
@@ -61,10 +55,8 @@ def verify(
         note_front(*row["front"])
     if not json_output:
         _show(found, new, len(failed), all_findings=all_findings)
-    if failed:
-        ctx.exit(UNUSABLE)
-    if new:
-        ctx.exit(FINDINGS)
+    finish(failed, UNUSABLE)
+    finish(new)
 
 
 def _print_json(found: dict[str, Any], *, ok: bool, failed: dict[str, str] | None) -> None:
