@@ -20,7 +20,7 @@ from tests.log.support import kill
 
 T0 = 1_700_000_000_000
 BY_PROCESS, BY_CLIENT = "in the store's process", "by a client"
-LATE = "not settled in time"
+LATE, REOPENED, ERROR = "not settled in time", "the store was reopened", "KeyError: 'id'"
 LISTED = "dispatched to its queue and the index"
 Told = tuple[Any, ...]
 """(seconds since T0, event, seconds since T0 until then, reason)"""
@@ -42,13 +42,46 @@ class World:
     def put(self, **options: Any) -> Any:
         return self.store.put("t", b"x", keys="k", **options)
 
-    def pop(self, **options: Any) -> str:
-        [delivery] = self.store.broker.pop("g", "t", **options)
-        return str(delivery.receipt)
+    @property
+    def broker(self) -> Any:
+        return self.store.broker
+
+    def one_attempt(self) -> None:
+        self.broker.groups.alter("g", retry_policy=RetryPolicy(1, [1]))
+
+    def pop(self, **options: Any) -> None:
+        [delivery] = self.broker.pop("g", "t", **options)
+        self.receipt = str(delivery.receipt)
+
+    def ack(self) -> None:
+        self.broker.ack("g", "t", [self.receipt])
+
+    def nack(self, delay: float | None) -> None:
+        self.broker.nack("g", "t", self.receipt, delay, error=ERROR)
+
+    def renew(self) -> None:
+        self.broker.renew("g", "t", self.receipt, 60)
+
+    def release(self, **options: Any) -> None:
+        self.broker.release("g", "t", [self.receipt], **options)
+
+    def transaction(self, end: str) -> None:
+        properties = {"KEYS": "k", "UNIQ_KEY": "U" * 32}
+        handle = self.broker.transactions.prepare("t", b"x", properties, producer_group="p", queue_id=0)
+        self.later(2)
+        self.broker.transactions.end(handle, end)
+
+    def reopen(self, seconds: float, *, killed: bool = False) -> None:
+        if killed:
+            kill(self.store.log)
+        else:
+            self.store.close()
+        self.clock.advance(round(seconds * 1000))
+        self.open()
 
     def later(self, seconds: float) -> None:
         self.clock.advance(round(seconds * 1000))
-        self.store.broker.run_once()
+        self.broker.run_once()
 
     def told(self, what: str = "k") -> list[Told]:
         [history] = trace(self.path, what, ["g"]).messages
@@ -74,194 +107,85 @@ def world(tmp_path: Path) -> Any:
     made.store.close()
 
 
-def _acked(world: World) -> None:
-    world.put()
-    receipt = world.pop(local=False)
-    world.later(5)
-    world.store.broker.ack("g", "t", [receipt])
-
-
-def _failed(world: World) -> None:
-    world.put()
-    world.later(2)
-    world.store.broker.nack("g", "t", world.pop(), error="KeyError: 'id'")
-    world.later(40)
-
-
-def _failed_and_popped(world: World) -> None:
-    world.put()
-    world.later(2)
-    world.store.broker.nack("g", "t", world.pop(), 0, error="KeyError: 'id'")
-    world.later(1)
-    world.pop(local=False)
-
-
-def _expired(world: World) -> None:
-    world.put()
-    world.pop(invisible=10)
-    world.later(25)
-
-
-def _renewed(world: World) -> None:
-    world.put()
-    receipt = world.pop(local=False)
-    for _ in range(3):
-        world.later(20)
-        world.store.broker.renew("g", "t", receipt, 60)
-    world.store.broker.ack("g", "t", [receipt])
-
-
-def _released(world: World) -> None:
-    world.put()
-    world.store.broker.release("g", "t", [world.pop()])
-    world.later(1)
-    world.store.broker.release("g", "t", [world.pop()], delay=7)
-    world.later(20)
-
-
-def _rejected(world: World) -> None:
-    world.put()
-    receipt = world.pop()
-    world.later(1)
-    world.store.broker.dead_letter("g", "t", receipt, "no such address")
-
-
-def _last_attempt(world: World) -> None:
-    world.store.broker.groups.alter("g", retry_policy=RetryPolicy(1, [1]))
-    world.put()
-    world.store.broker.nack("g", "t", world.pop(), error="ValueError: no")
-
-
-def _last_expires(world: World) -> None:
-    world.store.broker.groups.alter("g", retry_policy=RetryPolicy(1, [1]))
-    world.put()
-    world.pop(invisible=10)
-    world.later(10)
-
-
-def _killed(world: World) -> None:
-    world.put()
-    world.pop(invisible=3600)
-    world.clock.advance(5000)
-    kill(world.store.log)
-    world.open()
-    world.store.broker.run_once()
-
-
-def _closed(world: World) -> None:
-    world.put()
-    world.pop(invisible=10)
-    world.store.close()
-    world.clock.advance(500_000)
-    world.open()
-    world.store.broker.run_once()
-
-
-def _in_order(world: World) -> None:
-    world.put()
-    world.pop(order=True, invisible=10)
-    world.later(15)
-    world.store.broker.nack("g", "t", world.pop(order=True), 5, error="KeyError: 'id'")
-    world.later(5)
-    world.store.broker.ack("g", "t", [world.pop(order=True)])
-
-
-def _in_order_killed(world: World) -> None:
-    world.put()
-    world.pop(order=True)
-    world.later(5)
-    kill(world.store.log)
-    world.open()
-    world.pop(order=True)
-
-
-def _reset(world: World) -> None:
-    world.put()
-    world.store.broker.ack("g", "t", [world.pop(local=False)])
-    world.later(3)
-    world.store.broker.reset("g", "t", None, "earliest")
-    world.later(1)
-    world.pop(local=False)
-
-
-def _by_offset(world: World) -> None:
-    world.put()
-    [message] = world.store.read("t", 0, 0)
-    world.later(1)
-    world.store.broker.send_back("g", message.physical_offset, delay=4, reason="ValueError: \x1b[31m no")
-    for _ in range(6):
-        world.later(1)
-
-
-def _delayed(world: World) -> None:
-    world.put(delay=50)
-
-
-def _recalled(world: World) -> None:
-    receipt = world.put(delay=50)
-    world.later(1)
-    world.store.broker.recall(receipt.recall_handle)
-
-
-def _rolled_back(world: World) -> None:
-    properties = {"KEYS": "k", "UNIQ_KEY": "U" * 32}
-    handle = world.store.broker.transactions.prepare("t", b"x", properties, producer_group="p", queue_id=0)
-    world.later(2)
-    world.store.broker.transactions.end(handle, "rollback")
-
-
-def _committed(world: World) -> None:
-    properties = {"KEYS": "k", "UNIQ_KEY": "U" * 32}
-    handle = world.store.broker.transactions.prepare("t", b"x", properties, producer_group="p", queue_id=0)
-    world.later(2)
-    world.store.broker.transactions.end(handle, "commit")
-    world.later(4)
-
-
 STORED = (0, "stored", LISTED)
-LIVES: dict[Callable[[World], None], tuple[list[Told], str]] = {
-    _acked: ([STORED, (0, "delivered", 60, BY_CLIENT), (5, "acknowledged", "")], "done"),
-    _failed: ([STORED, (2, "delivered", 62, BY_PROCESS), (2, "failed", 32, "KeyError: 'id'"),
-               (42, "retry", "")], "ready"),
-    _failed_and_popped: ([STORED, (2, "delivered", 62, BY_PROCESS), (2, "failed", 2, "KeyError: 'id'"),
-                          (3, "retry", ""), (3, "delivered", 63, BY_CLIENT)], "leased"),
-    _expired: ([STORED, (0, "delivered", 10, BY_PROCESS), (10, "lease ended", LATE), (25, "retry", "")], "ready"),
-    _renewed: ([STORED, (0, "delivered", 60, BY_CLIENT), (60, "extended", 120, ""), (60, "acknowledged", "")], "done"),
-    _released: ([STORED, (0, "delivered", 60, BY_PROCESS), (0, "released", ""), (1, "delivered", 61, BY_PROCESS),
-                 (1, "released", 8, "")], "ready"),
-    _rejected: ([STORED, (0, "delivered", 60, BY_PROCESS), (1, "dead letter", "no such address")], "dead"),
-    _last_attempt: ([STORED, (0, "delivered", 60, BY_PROCESS),
-                     (0, "dead letter", "attempt 1 of 1 failed: ValueError: no")], "dead"),
-    _last_expires: ([STORED, (0, "delivered", 10, BY_PROCESS), (10, "lease ended", LATE),
-                     (10, "dead letter", "attempt 1 of 1 ended without acknowledgement")], "dead"),
-    _killed: ([STORED, (0, "delivered", 3600, BY_PROCESS), (5, "process ended", "the store was reopened"),
-               (5, "retry", "")], "ready"),
-    _closed: ([STORED, (0, "delivered", 10, BY_PROCESS), (500, "process ended", "the store was reopened"),
-               (500, "retry", "")], "ready"),
-    _in_order: ([STORED, (0, "delivered", 10, BY_PROCESS), (10, "lease ended", LATE),
-                 (15, "delivered", 75, BY_PROCESS), (15, "failed", 20, "KeyError: 'id'"),
-                 (20, "delivered", 80, BY_PROCESS), (20, "acknowledged", "then or before")], "done"),
-    _in_order_killed: ([STORED, (0, "delivered", 60, BY_PROCESS), (5, "process ended", "the store was reopened"),
-                        (5, "delivered", 65, BY_PROCESS)], "ready"),
-    _reset: ([STORED, (0, "delivered", 60, BY_CLIENT), (0, "acknowledged", ""),
-              (3, "reset", "the group was set to offset 0"), (4, "delivered", 64, BY_CLIENT)], "leased"),
-    _by_offset: ([STORED, (1, "delayed", 5, "ValueError:  [31m no"), (5, "retry", "ValueError:  [31m no")], "ready"),
-    _delayed: ([(0, "delayed", 50, LISTED)], "delayed"),
-    _recalled: ([(0, "delayed", 50, "recalled"), (1, "recall", LISTED)], "not started"),
-    _rolled_back: ([(0, "prepared", "committed or rolled back")], "not started"),
-    _committed: ([(0, "prepared", "committed or rolled back"), (2, "stored", LISTED)], "not started"),
+LIVES: dict[str, tuple[Callable[[World], Any], list[Told], str]] = {
+    "acknowledged": (
+        lambda w: (w.put(), w.pop(local=False), w.later(5), w.ack()),
+        [STORED, (0, "delivered", 60, BY_CLIENT), (5, "acknowledged", "")], "done"),
+    "failed": (
+        lambda w: (w.put(), w.later(2), w.pop(), w.nack(None), w.later(40)),
+        [STORED, (2, "delivered", 62, BY_PROCESS), (2, "failed", 32, ERROR), (42, "retry", "")], "ready"),
+    "failed and popped": (
+        lambda w: (w.put(), w.later(2), w.pop(), w.nack(0), w.later(1), w.pop(local=False)),
+        [STORED, (2, "delivered", 62, BY_PROCESS), (2, "failed", 2, ERROR), (3, "retry", ""),
+         (3, "delivered", 63, BY_CLIENT)], "leased"),
+    "expired": (
+        lambda w: (w.put(), w.pop(invisible=10), w.later(25)),
+        [STORED, (0, "delivered", 10, BY_PROCESS), (10, "lease ended", LATE), (25, "retry", "")], "ready"),
+    "renewed": (
+        lambda w: (w.put(), w.pop(local=False), *(w.later(20) or w.renew() for _ in range(3)), w.ack()),
+        [STORED, (0, "delivered", 60, BY_CLIENT), (60, "extended", 120, ""), (60, "acknowledged", "")], "done"),
+    "released": (
+        lambda w: (w.put(), w.pop(), w.release(), w.later(1), w.pop(), w.release(delay=7), w.later(20)),
+        [STORED, (0, "delivered", 60, BY_PROCESS), (0, "released", ""), (1, "delivered", 61, BY_PROCESS),
+         (1, "released", 8, "")], "ready"),
+    "rejected": (
+        lambda w: (w.put(), w.pop(), w.later(1), w.broker.dead_letter("g", "t", w.receipt, "no such address")),
+        [STORED, (0, "delivered", 60, BY_PROCESS), (1, "dead letter", "no such address")], "dead"),
+    "last attempt": (
+        lambda w: (w.one_attempt(), w.put(), w.pop(), w.nack(None)),
+        [STORED, (0, "delivered", 60, BY_PROCESS), (0, "dead letter", f"attempt 1 of 1 failed: {ERROR}")], "dead"),
+    "last attempt expires": (
+        lambda w: (w.one_attempt(), w.put(), w.pop(invisible=10), w.later(10)),
+        [STORED, (0, "delivered", 10, BY_PROCESS), (10, "lease ended", LATE),
+         (10, "dead letter", "attempt 1 of 1 ended without acknowledgement")], "dead"),
+    "killed": (
+        lambda w: (w.put(), w.pop(invisible=3600), w.reopen(5, killed=True), w.later(0)),
+        [STORED, (0, "delivered", 3600, BY_PROCESS), (5, "process ended", REOPENED), (5, "retry", "")], "ready"),
+    "closed": (
+        lambda w: (w.put(), w.pop(invisible=10), w.reopen(500), w.later(0)),
+        [STORED, (0, "delivered", 10, BY_PROCESS), (500, "process ended", REOPENED), (500, "retry", "")], "ready"),
+    "in order": (
+        lambda w: (w.put(), w.pop(order=True, invisible=10), w.later(15), w.pop(order=True), w.nack(5), w.later(5),
+                   w.pop(order=True), w.ack()),
+        [STORED, (0, "delivered", 10, BY_PROCESS), (10, "lease ended", LATE), (15, "delivered", 75, BY_PROCESS),
+         (15, "failed", 20, ERROR), (20, "delivered", 80, BY_PROCESS), (20, "acknowledged", "then or before")],
+        "done"),
+    "in order, killed": (
+        lambda w: (w.put(), w.pop(order=True), w.later(5), w.reopen(0, killed=True), w.pop(order=True)),
+        [STORED, (0, "delivered", 60, BY_PROCESS), (5, "process ended", REOPENED), (5, "delivered", 65, BY_PROCESS)],
+        "ready"),
+    "reset": (
+        lambda w: (w.put(), w.pop(local=False), w.ack(), w.later(3), w.broker.reset("g", "t", None, "earliest"),
+                   w.later(1), w.pop(local=False)),
+        [STORED, (0, "delivered", 60, BY_CLIENT), (0, "acknowledged", ""),
+         (3, "reset", "the group was set to offset 0"), (4, "delivered", 64, BY_CLIENT)], "leased"),
+    "by offset": (
+        lambda w: (place := w.put().physical_offset, w.later(1),
+                   w.broker.send_back("g", place, delay=4, reason="ValueError: \x1b[31m no"),
+                   *(w.later(1) for _ in range(6))),
+        [STORED, (1, "delayed", 5, "ValueError:  [31m no"), (5, "retry", "ValueError:  [31m no")], "ready"),
+    "delayed": (lambda w: w.put(delay=50), [(0, "delayed", 50, LISTED)], "delayed"),
+    "recalled": (
+        lambda w: (handle := w.put(delay=50).recall_handle, w.later(1), w.broker.recall(handle)),
+        [(0, "delayed", 50, "recalled"), (1, "recall", LISTED)], "not started"),
+    "rolled back": (
+        lambda w: w.transaction("rollback"), [(0, "prepared", "committed or rolled back")], "not started"),
+    "committed": (
+        lambda w: (w.transaction("commit"), w.later(4)),
+        [(0, "prepared", "committed or rolled back"), (2, "stored", LISTED)], "not started"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("beside", [True, False], ids=["beside the writer", "closed"])
-@pytest.mark.parametrize("happens", LIVES, ids=lambda happens: happens.__name__[1:])
-def test_events_have_their_time_and_reason(world: World, happens: Callable[[World], None], beside: bool) -> None:
+@pytest.mark.parametrize("name", LIVES)
+def test_events_have_their_time_and_reason(world: World, name: str, beside: bool) -> None:
+    happens, events, state = LIVES[name]
     happens(world)
     world.later(0)
     if not beside:
         world.store.close()
 
-    events, state = LIVES[happens]
     assert world.told() == events
     assert world.state() == state
 
@@ -317,7 +241,7 @@ def test_key_of_many_messages_shows_the_newest(world: World, monkeypatch: pytest
 def test_only_asked_groups_are_shown(world: World) -> None:
     world.put()
     for group in ("g", "h"):
-        world.store.broker.pop(group, "t")
+        world.broker.pop(group, "t")
     world.later(0)
 
     [history] = trace(world.path, "k", ["h"]).messages
@@ -331,10 +255,10 @@ def test_client_of_a_server_that_fails_is_named(world: World, order: bool) -> No
     world.put()
     for seconds in (0, 100):
         world.later(seconds)
-        found = world.store.broker.pop("g", "t", local=False, order=order)
-        world.store.broker.items.note_holder("g", found, "worker-7")
+        found = world.broker.pop("g", "t", local=False, order=order)
+        world.broker.items.note_holder("g", found, "worker-7")
         if not seconds:
-            world.store.broker.nack("g", "t", found[0].receipt, 1, error="busy")
+            world.broker.nack("g", "t", found[0].receipt, 1, error="busy")
     world.later(100)
     world.later(0)
 
@@ -347,16 +271,14 @@ def test_client_of_a_server_that_fails_is_named(world: World, order: bool) -> No
 def test_handler_that_was_running_at_a_kill_has_failed(world: World, order: bool) -> None:
     """A push consumer had one message in its handler, and had only fetched the other."""
     receipts = [world.store.put("t", b"x", keys=key) for key in ("running", "fetched")]
-    world.store.broker.pop("g", "t", 2, order=order)
+    world.broker.pop("g", "t", 2, order=order)
     folder = world.path / "config" / "begun"
     folder.mkdir(exist_ok=True)
     head = json.dumps({"group": "g", "workers": 1, "cells": 3}).encode()
     (folder / "0").write_bytes(head.ljust(512, b"\0") + struct.pack("<3q", receipts[0].physical_offset, -1, -1))
-    world.clock.advance(5000)
-    kill(world.store.log)
-    world.open()
+    world.reopen(5, killed=True)
     world.later(0)
-    world.store.broker.pop("g", "t", 2, order=order)
+    world.broker.pop("g", "t", 2, order=order)
     world.later(0)
 
     told = {
@@ -375,15 +297,17 @@ def test_handler_that_was_running_at_a_kill_has_failed(world: World, order: bool
 def test_folding_and_compaction_repeat_no_event(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mqstore.broker.pop.compaction._REPLAY_RECORDS", 4)
     world.put()
-    world.store.broker.nack("g", "t", world.pop(), 3000, error="busy")
-    world.store.broker.pop("g", "t", order=False)
+    world.pop()
+    world.nack(3000)
+    world.broker.pop("g", "t", order=False)
     for number in range(20):
         world.store.put("t", b"other", keys=f"o-{number}")
         world.later(5)
-        world.store.broker.ack("g", "t", [world.pop(local=False)])
+        world.pop(local=False)
+        world.ack()
     assert world.store.offsets("rmq_sys_pop_log", 0)[1] > 20
 
-    assert world.told() == [STORED, (0, "delivered", 60, BY_PROCESS), (0, "failed", 3000, "busy")]
+    assert world.told() == [STORED, (0, "delivered", 60, BY_PROCESS), (0, "failed", 3000, ERROR)]
     assert world.state() == "retry"
 
 
@@ -397,7 +321,8 @@ def test_compaction_repeats_no_cancellation(world: World, monkeypatch: pytest.Mo
     for _ in range(20):
         world.put()
         world.later(5)
-        world.store.broker.ack("g", "t", [world.pop(local=False)])
+        world.pop(local=False)
+        world.ack()
     records = [bytes(each.body) for each in world.store.iter("rmq_sys_pop_log") if each.tag == "skp"]
     assert len(records) > 1
 
@@ -409,8 +334,8 @@ def test_deleted_first_copy_is_named(world: World) -> None:
     receipt = world.put(unique_key="U" * 32)
     world.store.put("t", bytes(65_000))
     for _ in range(2):
-        for delivery in world.store.broker.pop("g", "t", 2):
-            world.store.broker.nack("g", "t", delivery.receipt, 0)
+        for delivery in world.broker.pop("g", "t", 2):
+            world.broker.nack("g", "t", delivery.receipt, 0)
         world.later(1)
     world.store.close()
     first, *_ = sorted((world.path / "commitlog").iterdir())
@@ -463,10 +388,10 @@ def test_expired_leases_are_logged_once_in_a_while(world: World, caplog: pytest.
     for _ in range(3):
         world.put()
     for _ in range(2):
-        assert len(world.store.broker.pop("g", "t", 3, order=order, invisible=5)) == 3
+        assert len(world.broker.pop("g", "t", 3, order=order, invisible=5)) == 3
         world.later(5)
     if order:
-        world.store.broker.pop("g", "t", 3, order=True)
+        world.broker.pop("g", "t", 3, order=True)
     lines = [each.getMessage() for each in caplog.records if "in time" in each.getMessage()]
     assert lines[0].startswith("group g did not settle message 0 of t/0 in time, and gets it again")
     assert len(lines) == 1
@@ -476,11 +401,10 @@ def test_failed_and_released_deliveries_are_not_logged_as_expired(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "mqstore")
-    _failed(world)
-    _released(world)
-    world.store.close()
-    world.open()
-    world.store.broker.run_once()
+    for name in ("failed", "released"):
+        LIVES[name][0](world)
+    world.reopen(0)
+    world.later(0)
     assert "in time" not in caplog.text
 
 
@@ -488,5 +412,5 @@ def test_delivery_in_order_that_a_kill_ended_is_not_logged_as_expired(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "mqstore")
-    _in_order_killed(world)
+    LIVES["in order, killed"][0](world)
     assert "in time" not in caplog.text

@@ -99,6 +99,17 @@ def record(place: int, body: bytes = b"x", offset: int = 0, **options: Any) -> b
     )
 
 
+def four(name: bytes) -> list[bytes]:
+    """Return the records of a log."""
+    found = list[bytes]()
+    for number in range(4):
+        found.append(record(sum(map(len, found)), name * 8 + b"%d" % number, number))
+    return found
+
+
+FOURS = [name * 8 + b"%d" % number for name in (b"a", b"b") for number in range(4)]
+
+
 def bodies(store: Path, topic: str = "t") -> list[bytes]:
     with StoreFiles(store) as files:
         found = [each for ref in files.bounds(topic) for each in files.walk(ref)]
@@ -137,16 +148,12 @@ def test_damaged_record_leaves_its_neighbours_where_they_were(made: Path, tmp_pa
 def test_records_of_a_second_store_get_new_offsets(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for path, name in ((first, b"a"), (second, b"b")):
-        place, data = 0, b""
-        for number in range(4):
-            data += record(place, name * 8 + b"%d" % number, number)
-            place = len(data)
-        path.write_bytes(data)
+        path.write_bytes(b"".join(four(name)))
 
     found = carved(tmp_path / "new", first, second, first, second)
 
     assert (found["found"], found["duplicates"], found["renumbered"]) == (16, 8, 4)
-    assert bodies(tmp_path / "new") == [name * 8 + b"%d" % number for name in (b"a", b"b") for number in range(4)]
+    assert bodies(tmp_path / "new") == FOURS
     note = mqstore("recover", "--carve", first, second, "--into", tmp_path / "again", exit_code=0).stderr
     assert "4 records had a place that another one has" in note
 
@@ -165,19 +172,13 @@ def test_place_that_overlaps_another_record_is_taken(tmp_path: Path, turned: boo
 
 
 def test_second_store_keeps_its_order_if_its_files_come_in_another(tmp_path: Path) -> None:
-    pieces, place = list[bytes](), 0
-    for name in (b"a", b"b"):
-        for number in range(4):
-            place = place if number else 0
-            pieces.append(record(place, name * 8 + b"%d" % number, number))
-            place += len(pieces[-1])
     sources = [tmp_path / f"{number}" for number in range(8)]
-    for source, piece in zip(sources, pieces, strict=True):
+    for source, piece in zip(sources, four(b"a") + four(b"b"), strict=True):
         source.write_bytes(piece)
 
     carved(tmp_path / "new", *sources[:4], *reversed(sources[4:]))
 
-    assert bodies(tmp_path / "new") == [name * 8 + b"%d" % number for name in (b"a", b"b") for number in range(4)]
+    assert bodies(tmp_path / "new") == FOURS
 
 
 def test_records_of_rocketmq_are_recognized(tmp_path: Path) -> None:

@@ -47,15 +47,8 @@ def test_snapshot_is_the_same_and_nothing_changes(made: Path, tmp_path: Path) ->
 
 
 def _messages(first: int, stop: int, where: str, *fields: str) -> dict[str, Any]:
-    return {
-        "kind": "messages",
-        "topic": "orders",
-        "queue_id": 1,
-        "first": first,
-        "stop": stop,
-        "in": where,
-        "fields": [*fields],
-    }
+    row = {"kind": "messages", "topic": "orders", "queue_id": 1, "first": first, "stop": stop}
+    return {**row, "in": where, "fields": [*fields]}
 
 
 def _put(store: Any) -> None:

@@ -107,11 +107,7 @@ def test_chosen_letters_go_where_they_are_sent(store: Path) -> None:
     assert mqstore_json("dlq", "replay", store, "--group", "billing")["count"] == 4
 
 
-PURGES = [
-    ([], 6, []),
-    (["--before", at(1.5)], 2, [2, 3, 4, 5]),
-    (["--before", at(-1)], 0, [0, 1, 2, 3, 4, 5]),
-]
+PURGES = [([], 6, []), (["--before", at(1.5)], 2, [2, 3, 4, 5]), (["--before", at(-1)], 0, [0, 1, 2, 3, 4, 5])]
 
 
 @pytest.mark.parametrize(("arguments", "count", "rest"), PURGES, ids=[" ".join(each[0]) for each in PURGES])

@@ -13,7 +13,6 @@ import pytest
 
 import mqstore as library
 from mqstore import Profile, SendReceipt, SimulatedClock
-from tests.conftest import Golden
 from tests.log.support import flip_log, open_store
 from tests.tools.damages import DAMAGES, filled
 from tests.tools.support import mqstore, process
@@ -47,27 +46,11 @@ def test_by_offset(store: tuple[Path, list[SendReceipt]]) -> None:
     assert offsets(get(path, "--topic", "orders", "--max-messages", 9, "--tag", "odd")) == [1, 3]
 
 
-@pytest.mark.parametrize("way", ["--message-id", "--physical-offset", "--key", "--unique-key"])
-def test_by_everything_else(store: tuple[Path, list[SendReceipt]], way: str) -> None:
+def test_by_id_and_place(store: tuple[Path, list[SendReceipt]]) -> None:
     path, receipts = store
-    value = {
-        "--message-id": receipts[3].message_id,
-        "--physical-offset": receipts[3].physical_offset,
-        "--key": "k3",
-        "--unique-key": "u3",
-    }[way]
 
-    where = ["--topic", "orders"] if way.endswith("key") else []
-    assert offsets(get(path, *where, way, value)) == [3]
-
-
-def test_it_prints_what_export_prints(golden: Golden) -> None:
-    path = golden("propcrc").path
-    exported = mqstore("export", path, "--topic", "orders", "--queue-id", 0).stdout
-
-    got = mqstore("get", path, "--topic", "orders", "--max-messages", 1000, "--json").stdout
-
-    assert got == exported
+    assert offsets(get(path, "--message-id", receipts[3].message_id)) == [3]
+    assert offsets(get(path, "--physical-offset", receipts[3].physical_offset)) == [3]
 
 
 def test_for_people_it_shows_names_and_an_escaped_body(tmp_path: Path) -> None:

@@ -125,10 +125,7 @@ def test_store_that_is_restored_between_two_looks_has_no_negative_rate(
 def test_clients_of_a_server_are_counted_by_group(path: Path) -> None:
     with library.open(path) as store:
         server = store.serve("127.0.0.1:0")
-        with (
-            library.connect(server.address) as client,
-            client.simple_consumer("billing", {"orders": "*"}) as consumer,
-        ):
+        with library.connect(server.address) as client, client.simple_consumer("billing", {"orders": "*"}) as consumer:
             consumer.receive(1, wait=0)
             view = mqstore_json("top", path, *ONCE)
 
