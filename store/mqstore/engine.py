@@ -20,12 +20,4 @@ from mqstore.log.reading.directory import StoreFiles
 from mqstore.log.recovery.report import Finding
 from mqstore.native import described as compiled_parts
 
-__all__ = [
-    "Clock",
-    "Finding",
-    "SimulatedClock",
-    "StoreFiles",
-    "compiled_parts",
-    "row_of",
-    "user_properties",
-]
+__all__ = ["Clock", "Finding", "SimulatedClock", "StoreFiles", "compiled_parts", "row_of", "user_properties"]

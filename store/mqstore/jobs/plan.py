@@ -193,11 +193,7 @@ def weigh(name: StoreName, queue: ConsumeQueue | None, start: int, stop: int, sc
 
 
 def plan(
-    options: SourceOptions,
-    *,
-    only_queues: bool = False,
-    by_region: bool = False,
-    slots: int = 1,
+    options: SourceOptions, *, only_queues: bool = False, by_region: bool = False, slots: int = 1
 ) -> list[list[Slice]]:
     """Return the partitions of a query for `slots` parallel tasks, [] if there is nothing to read.
 

@@ -68,10 +68,7 @@ def _serve(path: Path, linger_s: float, options: dict[str, Any]) -> None:
         raise ConfigError(
             f"{path} is too long for a Unix socket, and XDG_RUNTIME_DIR is not set: set it, or use a shorter path"
         )
-    with (
-        Store(path, lock_timeout=_CLOSING_S, **options) as store,
-        asyncio.Runner(loop_factory=new_loop) as runner,
-    ):
+    with Store(path, lock_timeout=_CLOSING_S, **options) as store, asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(_run(store, unix, linger_s))
     _log.info("%s: closed", path)
 

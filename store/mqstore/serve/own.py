@@ -25,19 +25,8 @@ from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.recovery.report import Finding
 from mqstore.log.snapshot.copy import SnapshotReport, snapshot_store
-from mqstore.remoting.calls import (
-    BY_CODE,
-    CHECK,
-    NEWS,
-    PROTOCOL,
-    Welcome,
-    code_of,
-    error_body,
-    is_known,
-)
-from mqstore.remoting.calls import (
-    Call as Spec,
-)
+from mqstore.remoting.calls import BY_CODE, CHECK, NEWS, PROTOCOL, Welcome, code_of, error_body, is_known
+from mqstore.remoting.calls import Call as Spec
 from mqstore.remoting.codes import GO_AWAY
 from mqstore.remoting.frames import Frame
 from mqstore.remoting.values import codec_of, dumps
@@ -217,12 +206,7 @@ class Own:
         return found
 
     def _do(
-        self,
-        call: Call,
-        spec: Spec,
-        given: Given,
-        work: Callable[[], Any],
-        then: Callable[[Any], object] | None = None,
+        self, call: Call, spec: Spec, given: Given, work: Callable[[], Any], then: Callable[[Any], object] | None = None
     ) -> None:
         """Do `work`, in a thread if it waits for the disk, and then answer with its result."""
         then = then or partial(self._reply, call, spec)

@@ -63,7 +63,4 @@ def _cluster(server: Server, call: Call) -> None:
     call.reply(body=dumps({"brokerAddrTable": {name: broker}, "clusterAddrTable": {server.cluster: [name]}}))
 
 
-HANDLERS: Mapping[Code, Handler] = {
-    Code.GET_ROUTEINFO_BY_TOPIC: _route,
-    Code.GET_BROKER_CLUSTER_INFO: _cluster,
-}
+HANDLERS: Mapping[Code, Handler] = {Code.GET_ROUTEINFO_BY_TOPIC: _route, Code.GET_BROKER_CLUSTER_INFO: _cluster}

@@ -62,10 +62,7 @@ class ServerThread(Closing):
                     "pass users= or insecure_bind=True"
                 )
         self._server = Server(
-            broker,
-            listen=addresses,
-            unix=unix_path(broker.store.path) if unix is None else Path(unix),
-            **options,
+            broker, listen=addresses, unix=unix_path(broker.store.path) if unix is None else Path(unix), **options
         )
         self._ready: Future[list[str]] = Future()
         self._stop = asyncio.Event()

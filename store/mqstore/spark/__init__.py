@@ -30,12 +30,7 @@ if TYPE_CHECKING:
     from mqstore.spark.sessions import session as session
     from mqstore.spark.sink import ordered as ordered
 
-_LAZY: Final = {
-    "create_views": ".queries",
-    "ordered": ".sink",
-    "session": ".sessions",
-    "sql": ".queries",
-}
+_LAZY: Final = {"create_views": ".queries", "ordered": ".sink", "session": ".sessions", "sql": ".queries"}
 
 __all__ = [*_LAZY, "register"]
 __getattr__ = lazy(__name__, _LAZY)

@@ -233,17 +233,10 @@ class Transactions(BackgroundService):
             queue_id = self._turns.next(topic, config.write_queues)
         elif type(queue_id) is not int or not 0 <= queue_id < max(config.write_queues, config.read_queues):
             raise InvalidMessageError(
-                f"queue_id must be 0..{config.write_queues - 1}, the queues of {topic!r}, got {queue_id!r}",
-                "queue_id",
+                f"queue_id must be 0..{config.write_queues - 1}, the queues of {topic!r}, got {queue_id!r}", "queue_id"
             )
         identity = properties.get(UNIQ_KEY) or new_unique_key()
-        marked = {
-            **properties,
-            UNIQ_KEY: identity,
-            TRAN_MSG: "true",
-            PGROUP: producer_group,
-            TRANSACTION_ID: identity,
-        }
+        marked = {**properties, UNIQ_KEY: identity, TRAN_MSG: "true", PGROUP: producer_group, TRANSACTION_ID: identity}
         # Checked now, because a commit, at which a timer adds its own properties, must not fail.
         _, _, visible = self._parts.router.route(topic, queue_id, {**marked, WAIT: "false"}, TRANSACTION_COMMIT)
         _check_room(visible)

@@ -128,14 +128,7 @@ class IteratingReader(StoreReader):
         return queue.min_offset if start == "earliest" else queue.max_offset
 
     def _batches(
-        self,
-        queue: ConsumeQueue,
-        start: int,
-        stop: int | None,
-        follow: bool,
-        tags: str | None,
-        *,
-        named: bool = False,
+        self, queue: ConsumeQueue, start: int, stop: int | None, follow: bool, tags: str | None, *, named: bool = False
     ) -> Generator[list[Message], None, int]:
         """Yield messages of `queue`, many at a time. Return the offset after the last one examined.
         With `named`, the caller asked for offset `start`, and gets an error if it does not exist."""
