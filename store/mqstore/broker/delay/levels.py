@@ -48,13 +48,14 @@ from mqstore.log.message import Message
 from mqstore.log.reading.reader import StoreReader
 from mqstore.log.writing.outgoing import Copy
 from mqstore.native import kernel
+from mqstore.threads import breathe
 
 _log = logging.getLogger("mqstore")
 
 _STEP_UNITS = 2048
-"""Number of messages in one `run_once`: some tens of ms, after which other services get their turn."""
-_BATCH_UNITS = 1024
-"""Number of messages of one level before the most overdue level is chosen again."""
+"""Number of messages in one `run_once`: some ms, after which other services get their turn."""
+_BATCH_UNITS = 256
+"""Number of messages of one level before the most overdue level is chosen again: half a millisecond."""
 _RETRY_MIN_MS, _RETRY_MAX_MS = 100, 10_000
 _SAVE_MS = 10_000
 _VERSION_STEP = 200
@@ -74,7 +75,7 @@ def deliver_time_ms(table_ms: Sequence[int], level: int, store_timestamp_ms: int
 
 
 def overdue_ms(store: StoreReader, level: int, offset: int, now_ms: int) -> int:
-    """Return how long the oldest of the next 1024 messages of a level is overdue, or 0 if none is."""
+    """Return how long the oldest of the next `_BATCH_UNITS` messages of a level is overdue, or 0 if none is."""
     times = store.units(SCHEDULE_TOPIC, level - 1, offset, _BATCH_UNITS)["tags_code"]
     return max(0, now_ms - int(times[times > 0].min(initial=now_ms)))
 
@@ -232,6 +233,7 @@ class DelayService(Roller):
             budget -= max(1, self._step(level, now_ms, min(budget, _BATCH_UNITS)))
             if level.ready(now_ms):
                 heappush(heap, (level.due_ms or 0, level.queue_id))
+            breathe()
         each_step, self._saves_each_step = self._saves_each_step, False  # a failed save is tried again later
         if self._save_due_ms is not None and (each_step or not now_ms < self._save_due_ms <= now_ms + _SAVE_MS):
             # The times are set first. Otherwise, on a full disk, each call would only try to save.

@@ -71,15 +71,16 @@ from mqstore.broker.names import TIMER_TOPIC
 from mqstore.broker.retention import physical_of
 from mqstore.broker.service import Pin, Wake
 from mqstore.errors import InvalidMessageError
-from mqstore.layout.javahash import java_hash
+from mqstore.layout.javahash import tag_hash
 from mqstore.layout.properties import REAL_QID, REAL_TOPIC, TIMER_DEL_UNIQKEY, TIMER_OUT_MS
 from mqstore.log.message import Message
 from mqstore.signalsafe import Lock
+from mqstore.threads import breathe
 
 _log = logging.getLogger("mqstore")
 
 _STEP: Final = 1_000
-"""Maximum number of messages placed, and of messages read, in one step: some ten milliseconds.
+"""Maximum number of messages placed, and of messages read, in one step: ten to seventy milliseconds.
 Then other services get their turn."""
 _LOOKS: Final = 4_000
 """Number of units of a slot that one step examines before it handles any.
@@ -311,6 +312,7 @@ class TimerService(TimerQueries):
             for message in result.messages:
                 self._place(message)
                 self._queue_offset = message.offset + 1
+                breathe()
         finally:
             self._units.wheel.write()
         unreadable = result.next_offset - begin - len(result.messages)
@@ -343,7 +345,7 @@ class TimerService(TimerQueries):
                     self._late_offset = message.offset
         magic = WAITS | (ROLLS if rolls else 0) | (CANCELS if TIMER_DEL_UNIQKEY in properties else 0)
         times = unit_times(stored_ms, due_ms)
-        unit = TimerUnit(NOWHERE, magic, *times, message.physical_offset, message.size, java_hash(topic))
+        unit = TimerUnit(NOWHERE, magic, *times, message.physical_offset, message.size, tag_hash(topic))
         # A message for a slot beyond the wheel (after a long stop, or a clock that was ahead) is rolled from the last
         # slot. It cannot wait to be placed, since a cancellation for the next slot may come after it.
         unit = within(unit, self._read_ms + REACH_MS)
@@ -375,6 +377,7 @@ class TimerService(TimerQueries):
                 reading.cancels[unit.topic_hash] -= self._messages.cancellations
                 self._units.cancels[unit.topic_hash] -= self._messages.cancellations
             handled += 1
+            breathe()
         if reading.is_over(now_ms):
             self._touch(now_ms)
             self._reading = None

@@ -84,7 +84,7 @@ class TimerUnits:
         """Append a unit to the log and to the chain of its slot. Returns its position."""
         slot_ms = unit.slot_ms
         slot = self.wheel.get(slot_ms)
-        position = self.log.append(unit if slot is None else unit._replace(previous=slot.last))
+        position = self.log.append(TimerUnit(NOWHERE if slot is None else slot.last, *unit[1:]))
         self.wheel.put(
             slot_ms, Slot(position, position, 1) if slot is None else Slot(slot.first, position, slot.num + 1)
         )
@@ -211,11 +211,10 @@ def due_times(units: np.NDArray[np.void]) -> np.NDArray[np.int64]:
 
 
 def within(unit: TimerUnit, last_ms: int) -> TimerUnit:
-    """Return `unit` for another chain. If its slot is after `last_ms`, where the wheel ends, it is rolled there."""
-    due_ms, magic = unit.due_ms, unit.magic
-    if unit.slot_ms > last_ms:
-        due_ms, magic = last_ms + PRECISION_MS, magic | ROLLS
-    return TimerUnit(NOWHERE, magic, *unit_times(unit.write_ms, due_ms), *unit[4:])
+    """Return `unit`. If its slot is after `last_ms`, where the wheel ends, it is rolled there."""
+    if unit.slot_ms <= last_ms:
+        return unit
+    return TimerUnit(NOWHERE, unit.magic | ROLLS, *unit_times(unit.write_ms, last_ms + PRECISION_MS), *unit[4:])
 
 
 def unit_times(stored_ms: int, due_ms: int) -> tuple[int, int]:

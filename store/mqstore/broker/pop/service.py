@@ -52,6 +52,7 @@ from mqstore.broker.tables.configfile import ConfigFile
 from mqstore.broker.waiting import Callback, Waiter, Waiters
 from mqstore.errors import ConfigError, GroupNotFoundError, InvalidReceiptError, ReceiptExpiredError
 from mqstore.options import Durability, Duration, waits_for_disk
+from mqstore.threads import breathe
 
 _MIN_INVISIBLE_MS, _MAX_INVISIBLE_MS = 100, 12 * 3_600_000
 _RETRY_PERCENT = 20
@@ -543,6 +544,7 @@ class PopService(BackgroundService):
                 finally:
                     if state.fifo is not None:
                         self._ordered.visit(state, now_ms)
+            breathe()
 
     def persist(self) -> None:
         self._keeper.persist()

@@ -31,6 +31,7 @@ from mqstore.log.recovery.scanner import check_at
 from mqstore.log.stats import TaskErrors
 from mqstore.log.writing.wakeups import NEVER, Wakeups
 from mqstore.signalsafe import Bell, Lock
+from mqstore.threads import breathe
 
 _log = logging.getLogger("mqstore")
 _BATCH = 1 << 15
@@ -131,6 +132,7 @@ class Dispatcher:
             try:
                 while self.position < end:
                     self._pass(self.visible_end(), spares)
+                    breathe()
                 self.error = None
             except Exception as error:
                 self.error = error
