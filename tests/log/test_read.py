@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 import struct
 import threading
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -407,7 +407,8 @@ def test_following_all_queues_sleeps_and_finds_new_ones(store: Any, monkeypatch:
         lambda: store.put("t", b"1", 3, tag="A"),
         lambda: store.put("t", b"2", tag="A"),
     ]
-    monkeypatch.setattr(time, "sleep", lambda seconds: coming.pop(0)())
+    clock = SimpleNamespace(sleep=lambda seconds: coming.pop(0)())
+    monkeypatch.setattr("mqstore.log.reading.iteration.time", clock)
     reads = 0
     get = store.get
 

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -380,8 +381,7 @@ def test_the_rate_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         sleeps.append(duration_s)
         now[0] += duration_s
 
-    monkeypatch.setattr("mqstore_tools.produce.time.sleep", sleep)
-    monkeypatch.setattr("mqstore_tools.produce.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("mqstore_tools.produce.time", SimpleNamespace(sleep=sleep, monotonic=lambda: now[0]))
     run(tmp_path / "s", b"x\n" * 25, "--rate", 50)
 
     # Pieces of 5 ten times a second: the first at once, the last after 0.4 s.
