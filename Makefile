@@ -196,7 +196,7 @@ shared: $(VENV)/stamp-dev
 	MQSTORE_CAMPAIGN_ROUNDS=$(N) $(BIN)/python -m pytest -q --timeout 3600 --durations=2 tests/remote/test_sharing.py -k "kills or idle"
 
 hostile: $(VENV)/stamp-dev
-	MQSTORE_CAMPAIGN_ROUNDS=$(N) $(BIN)/python -m pytest -q -n $(JOBS) tests/campaigns/test_hostile.py
+	MQSTORE_CAMPAIGN_ROUNDS=$(N) $(BIN)/python -m pytest -q -n $(JOBS) --timeout 3600 tests/campaigns/test_hostile.py
 
 salvage: N = 200
 salvage: $(VENV)/stamp-dev
