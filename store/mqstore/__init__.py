@@ -32,10 +32,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mqstore.broker.tables.groups import RetryPolicy, backoff, exponential
 from mqstore.client.codecs import BYTES, JSON, TEXT, Codec
-from mqstore.client.delivery import Delivery
+from mqstore.client.delivery import Delivery, Task
 from mqstore.client.interceptors import DeliveryResult, Interceptor
 from mqstore.client.push.handlers import COMMIT, ROLLBACK, BatchFailure, Reject, Retry
-from mqstore.client.task import Task
 from mqstore.clock import SimulatedClock
 from mqstore.errors import MQStoreError, QueueEmpty, QueueFull, QueueShutDown
 from mqstore.getany import get_any

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic
 
 from mqstore.client.codecs import T
-from mqstore.client.task import Task
+from mqstore.client.delivery import Task
 from mqstore.client.waits import Wait
 from mqstore.errors import ConfigError, QueueEmpty, QueueShutDown
 from mqstore.options import Duration, seconds

@@ -31,14 +31,13 @@ from typing import Any, Self, TypedDict, Unpack, cast
 
 from mqstore.broker.names import DEAD_LETTER, EXPIRY, queue_topic, retry_topic
 from mqstore.client.codecs import BYTES, Codec, T
-from mqstore.client.delivery import LeaseContext, release, visibility_seconds
+from mqstore.client.delivery import LeaseContext, Task, release, visibility_seconds
 from mqstore.client.groupsettings import begin_in, check_order, enter_group
 from mqstore.client.interceptors import Settled
 from mqstore.client.itemoptions import BLOCKING, ItemOptions, put_item, queue_of, send_options
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.popsource import pop_retries
 from mqstore.client.queueitems import QueueItems
-from mqstore.client.task import Task
 from mqstore.client.waits import Wait, Waits
 from mqstore.contract import MAX_BATCH, BrokerContract, DeadLetters, Delivery, RetryPolicy
 from mqstore.errors import (

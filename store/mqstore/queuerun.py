@@ -9,7 +9,7 @@ from mqstore.client.codecs import T
 from mqstore.options import Duration
 
 if TYPE_CHECKING:
-    from mqstore.client.task import Task
+    from mqstore.client.delivery import Task
     from mqstore.queue import Queue
     from mqstore.queueloop import RunSummary
 

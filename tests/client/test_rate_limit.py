@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mqstore.client import ratelimit
-from mqstore.client.ratelimit import HOLD_MS, PARK_MS, RateLimit, interval_ms
+from mqstore import queueloop
 from mqstore.errors import ConfigError
+from mqstore.queueloop import HOLD_MS, PARK_MS, RateLimit, interval_ms
 
 
 def simulated(limit: RateLimit, items: Iterable[tuple[float, str]]) -> tuple[dict[str, list[float]], Counter[str]]:
@@ -112,7 +112,7 @@ def test_no_item_is_given_back_for_longer_than_the_limit() -> None:
 
 
 def test_number_of_keys_is_bounded_and_rates_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ratelimit, "KEYS_MAX", 10)
+    monkeypatch.setattr(queueloop, "KEYS_MAX", 10)
     limit = RateLimit("1/s")
     largest = 0
 

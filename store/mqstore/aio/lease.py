@@ -18,7 +18,6 @@ from typing import Generic, Self, TypeVar
 from mqstore import contract
 from mqstore.aio.base import AsyncBase, Value, called, paged, to_its_end
 from mqstore.client import delivery
-from mqstore.client import task as client_task
 from mqstore.client.codecs import T
 from mqstore.log.message import Message
 
@@ -60,7 +59,7 @@ class Lease(AsyncBase[L]):
         return leave() if isinstance(error, GeneratorExit) else await to_its_end(self, leave)
 
 
-class Task(Lease[client_task.Task[T]], Generic[T]):
+class Task(Lease[delivery.Task[T]], Generic[T]):
     """Leased item with coroutines.
     `async with task:` acknowledges it at a clean end, and gives it back after an exception, which passes on. If
     cancelled, the item is released at once, and the attempt does not count. `Queue.run` is a loop that survives

@@ -22,8 +22,8 @@ from mqstore import queue
 from mqstore.aio.base import Closable, Value, called, in_order, limit, paged, to_its_end
 from mqstore.aio.lease import DeadLetters, Task
 from mqstore.aio.loop_thread import LoopThread
-from mqstore.client import task as client_task
 from mqstore.client.codecs import BYTES, T
+from mqstore.client.delivery import Task as SyncTask
 from mqstore.client.delivery import release
 from mqstore.client.itemoptions import BLOCKING, ItemOptions, send_options
 from mqstore.errors import QueueEmpty, QueueFull, QueueShutDown
@@ -142,7 +142,7 @@ class Queue(Closable[queue.Queue[T]], Generic[T]):
         if task is not None:
             return self._taken(task)
 
-        def look() -> list[client_task.Task[T]] | None:
+        def look() -> list[SyncTask[T]] | None:
             try:
                 return [self.sync.get(False, visibility=visibility)]
             except QueueEmpty:
@@ -165,16 +165,14 @@ class Queue(Closable[queue.Queue[T]], Generic[T]):
             await each.ack()
         return await self._look(lambda: self.sync.get_many(max_items, 0) or None, limit(timeout))
 
-    async def _look(
-        self, look: Callable[[], list[client_task.Task[T]] | None], timeout_s: float | None
-    ) -> list[Task[T]]:
+    async def _look(self, look: Callable[[], list[SyncTask[T]] | None], timeout_s: float | None) -> list[Task[T]]:
         found = await self._bridge.look(look, self._park, timeout_s=timeout_s, undo=release)
         return [self._taken(each) for each in found or ()]
 
     def _park(self, again: Callable[[], object]) -> Callable[[], object]:
         return self.sync._when_ready(again).cancel
 
-    def _taken(self, found: client_task.Task[T]) -> Task[T]:
+    def _taken(self, found: SyncTask[T]) -> Task[T]:
         task = Task(self._bridge, found)
         current = asyncio.current_task(self._bridge.loop)
         if current is not None:
