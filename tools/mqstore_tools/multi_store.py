@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -160,17 +160,10 @@ def usable() -> Iterator[None]:
         raise click.UsageError(text if "pyarrow" in str(error) else str(error)) from error
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def session_options(command: F) -> F:
-    """Add the options for the Spark session."""
-    command = click.option("--conf", metavar="NAME=VALUE", multiple=True, help="Setting of Spark; may be repeated.")(
-        command
-    )
-    return click.option(
-        "--master", metavar="URL", default="", help="Master of Spark (default: Spark's own, or local[*])."
-    )(command)
+session_options = with_options(
+    click.option("--master", metavar="URL", default="", help="Master of Spark (default: Spark's own, or local[*])."),
+    click.option("--conf", metavar="NAME=VALUE", multiple=True, help="Setting of Spark; may be repeated."),
+)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import signal
 import socket
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -46,6 +47,9 @@ class _Address(click.ParamType[tuple[str, int]]):
             self.fail(f"{error}.", param, ctx)
 
 
+_FILE: dict[str, Any] = {"type": click.Path(exists=True, dir_okay=False, path_type=Path), "metavar": "FILE"}
+
+
 @command(
     short_help="Let RocketMQ's clients send and consume.",
     examples="""
@@ -74,23 +78,10 @@ class _Address(click.ParamType[tuple[str, int]]):
     help="Address for the routes of clients, if they reach the server at another one than the socket's own.",
 )
 @click.option(
-    "--auth",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Serve only signed requests of the users in this TOML file, as docs/serve.md describes.",
+    "--auth", **_FILE, help="Serve only signed requests of the users in this TOML file, as docs/serve.md describes."
 )
-@click.option(
-    "--tls-cert",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Certificate in PEM: clients may use TLS at the same addresses.",
-)
-@click.option(
-    "--tls-key",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Its key. Without it the key is in the file of the certificate.",
-)
+@click.option("--tls-cert", **_FILE, help="Certificate in PEM: clients may use TLS at the same addresses.")
+@click.option("--tls-key", **_FILE, help="Its key. Without it the key is in the file of the certificate.")
 @click.option(
     "--insecure-bind",
     is_flag=True,
