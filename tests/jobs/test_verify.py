@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mqstore.engine import Finding
 from mqstore.errors import ConfigError
 from mqstore.files.lock import writer_alive
-from mqstore.jobs import verify
+from mqstore.jobs import opening, verify, verifying
 from mqstore.jobs.opening import StoreName
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.verifying import VerifyReport
@@ -294,6 +294,18 @@ def test_a_store_is_checked_beside_its_writer(tmp_path: Path) -> None:
         assert (report.ok, report.messages, report.stores[0].store) == (True, 102, "live")
         assert files(path) == before
         assert writer_alive(path)
+
+
+def test_a_store_is_opened_once_for_all_its_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each 16 segments were a task, which listed and opened every segment again: hours for 23,000 of them."""
+    opened: list[StoreName] = []
+    monkeypatch.setattr(verifying, "open_store", lambda name: opened.append(name) or opening.open_store(name))
+    paths = [write_store(tmp_path / name, many(1000)) for name in "ab"]
+
+    assert verify(paths[0]).ok
+    assert len(opened) == 1
+    assert verify(paths).ok
+    assert len(opened) <= 1 + 4 * len(paths)
 
 
 @pytest.mark.parametrize("closed", [False, True])

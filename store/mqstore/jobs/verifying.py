@@ -11,8 +11,8 @@ others. Only reads, takes no lock, and works while a writer has the store open.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby
@@ -29,16 +29,25 @@ from mqstore.files.readonly_fs import QUIET
 from mqstore.jobs.opening import StoreName, open_store
 from mqstore.jobs.runner import Progress, Runner, Where
 from mqstore.jobs.selection import Selection, Shaped, Stores, check_followed, select
+from mqstore.layout.dispatch import SCHEDULE_TOPIC
+from mqstore.log.reading.deleted import load_deleted
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.known_damage import load_known
 from mqstore.log.recovery.ranges import RANGE_BYTES, LogRange, RangeResult
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.recovery.report import Finding, Kind, RecoveryReport
+from mqstore.log.recovery.verify import Verifier
+
+_Opened = tuple[ReadOnlyMessageStore, Verifier]
+_Open = Callable[..., AbstractContextManager[_Opened]]
+"""Function of a store's name, and optionally the end of the part to check."""
 
 MAX_ERRORS = 100
 """Limit of listed findings of a range."""
-_TASK_PIECES = 16
-"""Limit of ranges and index files of a task, since all of them are read again when a task is lost."""
+_TASK_BYTES = 16 * RANGE_BYTES
+"""Limit of bytes of a task's ranges, since all of them are read again when a task is lost. A task opens its stores, so
+small segments share one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +114,19 @@ def verify(
     if max_errors < 1:
         raise ConfigError(f"max_errors must be at least 1, got {max_errors}")
     names = chosen.stores()
-    pieces, wholes = _cut(names, range_bytes)
-    by_store = {whole.store: whole for whole in wholes}
     runner = Runner(**where)
-    # More tasks than slots, so that a slot that is done early gets another one, and progress is visible.
-    size = max(1, min(-(-len(pieces) // max(8, 2 * runner.slots)), _TASK_PIECES))
-    tasks = [pieces[at : at + size] for at in range(0, len(pieces), size)]
-    read = partial(_read, max_errors)
-    for part in (each for task in runner.run(tasks, read, "mqstore verify: ranges") for each in task):
-        by_store[part.store].add(part)
-    checked = runner.run(wholes, partial(_join, max_errors), "mqstore verify: stores")
+    with _Opener(max_errors) as last:
+        opener = last if where.get("spark") is None else partial(_opened, max_errors)
+        pieces, wholes = _cut(names, range_bytes, opener)
+        by_store = {whole.store: whole for whole in wholes}
+        # More tasks than slots, so that a slot that is done early gets another one, and progress is visible.
+        log_bytes = sum(each.range.high - each.range.low for each in pieces if each.range)
+        most = _TASK_BYTES * len(pieces) // max(1, log_bytes)
+        size = max(1, min(-(-len(pieces) // max(8, 2 * runner.slots)), most))
+        tasks = [pieces[at : at + size] for at in range(0, len(pieces), size)]
+        for part in chain.from_iterable(runner.run(tasks, partial(_read, opener), "mqstore verify: ranges")):
+            by_store[part.store].add(part)
+        checked = runner.run(wholes, partial(_join, opener), "mqstore verify: stores")
     rows = tuple(row for row, _ in checked)
     return VerifyReport(
         ok=not any(row.findings or row.error for row in rows),
@@ -125,7 +137,32 @@ def verify(
     )
 
 
-def _cut(names: Sequence[StoreName], range_bytes: int) -> tuple[list[_Piece], list[_Found]]:
+@contextmanager
+def _opened(max_errors: int, name: StoreName, until: int | None = None) -> Iterator[_Opened]:
+    """Yield a store that is opened for one task, and its verifier."""
+    with open_store(name) as store:
+        yield store, store.verifier(CONFIG_CHECKS, until=until, max_errors=max_errors)
+
+
+class _Opener(ExitStack):
+    """Opener of stores for tasks in this process. The last one stays open for the next tasks, which are mostly about
+    the same store: finding the files of many segments and queues can take longer than reading them."""
+
+    def __init__(self, max_errors: int) -> None:
+        super().__init__()
+        self._max_errors = max_errors
+        self._last: tuple[StoreName, _Opened] | None = None
+
+    @contextmanager
+    def __call__(self, name: StoreName, until: int | None = None) -> Iterator[_Opened]:
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            self.close()
+            self._last = name, self.enter_context(_opened(self._max_errors, name, until))
+        yield self._last[1]
+
+
+def _cut(names: Sequence[StoreName], range_bytes: int, opener: _Open) -> tuple[list[_Piece], list[_Found]]:
     """Return the ranges of all logs followed by the index files, and an empty result for each store."""
     ranges: list[_Piece] = []
     files: list[_Piece] = []
@@ -133,8 +170,7 @@ def _cut(names: Sequence[StoreName], range_bytes: int) -> tuple[list[_Piece], li
     for name in names:
         wholes.append(whole := _Found(name))
         try:
-            with open_store(name) as store:
-                verifier = store.verifier()
+            with opener(name) as (store, verifier):
                 whole.end, whole.front = verifier.until, verifier.front
                 ranges += [_Piece(name, each) for each in verifier.ranges(range_bytes)]
                 files += [_Piece(name, file=file.name) for file in store.index.files]
@@ -175,13 +211,12 @@ class _Found:
         self.error = self.error or part.error
 
 
-def _read(max_errors: int, task: Sequence[_Piece]) -> list[_Found]:
+def _read(opener: _Open, task: Sequence[_Piece]) -> list[_Found]:
     parts = []
     for name, pieces in groupby(task, lambda piece: piece.store):
         parts.append(part := _Found(name))
         try:
-            with open_store(name) as store:
-                verifier = store.verifier(max_errors=max_errors)
+            with opener(name) as (store, verifier):
                 files = {file.name: file for file in store.index.files}
                 for piece in pieces:
                     with suppress(FileNotFoundError):  # deleted by retention: `_join` reads the remaining segments
@@ -196,13 +231,12 @@ def _read(max_errors: int, task: Sequence[_Piece]) -> list[_Found]:
     return parts
 
 
-def _join(max_errors: int, whole: _Found) -> tuple[VerifiedStore, list[VerifyFinding]]:
+def _join(opener: _Open, whole: _Found) -> tuple[VerifiedStore, list[VerifyFinding]]:
     """Join the results of the pieces of a store."""
     name = whole.store
     if whole.error is None:
         try:
-            with open_store(name) as store:
-                verifier = store.verifier(CONFIG_CHECKS, until=whole.end, max_errors=max_errors)
+            with opener(name, whole.end) as (store, verifier):
                 known = load_known(store.path, store.manifest.commitlog_segment_bytes, store.fs)
                 findings = [
                     VerifyFinding(name.id, each.kind, each.file, each.position, each.length, each.detail, each in known)
@@ -281,12 +315,22 @@ def _attempt(work: partial[Recovered], name: StoreName) -> Recovered:
         return Recovered(name.id, name.path, None, str(error))
 
 
+class _DelayLevels(ReadOnlyMessageStore):
+    """Store of which only the delay levels are loaded, since all other queues have just been read."""
+
+    def _load_queues(self) -> None:
+        load_deleted(self.parts, writer=False)
+        self.queue_table.load(exact=not self.clean_shutdown, only=[SCHEDULE_TOPIC])
+        for queue in self.queue_table:
+            self._bound(queue)
+
+
 def _recover(options: RecoverOptions, name: StoreName, progress: Progress | None = None) -> Recovered:
     fs = QUIET if options.dry_run else REAL
     work = partial(recover_store, json_checks=CONFIG_CHECKS, record_check=unreadable_records)
     found = Recovered(name.id, name.path, work(name.path, options, progress=progress, fs=fs), None)
     try:
-        with open_store(name) as store:
+        with _DelayLevels(name.path, fs=QUIET) as store:
             waiting = {view.level: view.waiting for view in delay_levels(open_tables(store)) if view.delay_ms is None}
             orphans = {level: count for level, count in waiting.items() if count}
             profile = store.manifest.profile

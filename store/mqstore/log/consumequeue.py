@@ -466,8 +466,8 @@ class QueueTable:
 
     # -- the table --------------------------------------------------------------------------------------------------
 
-    def load(self, *, exact: bool) -> None:
-        """Find every queue on disk."""
+    def load(self, *, exact: bool, only: Sequence[str] | None = None) -> None:
+        """Find every queue on disk, or those of the topics `only`."""
         self.short_files.clear()
         beside = os.path.dirname(self.root)
         self.batch_topics = frozenset(self._folders(os.path.join(beside, "batchconsumequeue")))
@@ -475,7 +475,7 @@ class QueueTable:
         self.in_rocksdb = self.fs.exists(os.path.join(self.root, "CURRENT"))
         topics = sorted(self._folders(self.root, own=self.own))
         self.unsafe_names += [topic for topic in topics if not is_path_safe(topic)]
-        for key in self.on_disk(topics):
+        for key in self.on_disk(topics if only is None else only):
             self.create(*key).load(exact=exact)
 
     def rows_of(self, buffer: ReadableBuffer, headers: Headers, base: int) -> Rows:

@@ -127,12 +127,14 @@ def delay_levels(tables: Tables) -> list[LevelView]:
     """Return the levels in use, orphans included.
     Raises CorruptStoreError if `delayOffset.json` and its backup are damaged."""
     store = tables.store
-    if SCHEDULE_TOPIC not in store.topics():
+    try:
+        queues = store.queues(SCHEDULE_TOPIC)
+    except TopicNotFoundError:
         return []
     value = ConfigFile(store, "delayOffset.json").load() or {}
     stored = object_member(value, "offsetTable")
     views = []
-    for ref in store.queues(SCHEDULE_TOPIC):
+    for ref in queues:
         level = ref.queue_id + 1
         low, high = store.offsets(*ref)
         known = stored.get(str(level), 0)

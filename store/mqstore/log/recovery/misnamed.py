@@ -45,7 +45,8 @@ def misnamed_segments(run: SegmentRun, checksum: Checksum, fs: FileSystem, start
     """Return the right physical offset of each misnamed segment file, by file name.
     Empty if the names from physical offset `start` on are right. Leaves out a file whose right place another file
     occupies rightly."""
-    others = [name for name in _names(run, fs) if name not in {os.path.basename(s.path) for s in run.segments()}]
+    own = {os.path.basename(segment.path) for segment in run.segments()}
+    others = [name for name in _names(run, fs) if name not in own]
     looked_at = [segment.start for segment in run.segments() if segment.end > start]
     if not others and all(record_at(run, each, checksum) is not None for each in looked_at):
         return {}
