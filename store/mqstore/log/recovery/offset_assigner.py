@@ -415,6 +415,10 @@ class TopicGenerations:
         kept: np.NDArray[np.bool_] = (physical >= place) | (offsets < slot)
         return None if kept.all() else kept
 
+    def note_listed(self, queue: ConsumeQueue, physical: int) -> None:
+        """Accept that a queue lists the record at a physical offset, so that `begin` reads no unit."""
+        self._listed[queue] = min(physical, self._listed.get(queue, physical))
+
     def are_older(self, queue: ConsumeQueue, least: int, physical: int, end: int) -> bool:
         """Return True if all records of a queue in `[physical, end)` are of an earlier generation.
         `least` is the smallest of their queue offsets."""

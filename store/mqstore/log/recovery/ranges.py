@@ -31,7 +31,6 @@ from mqstore import arrays as np
 from mqstore.errors import ConfigError
 from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
-from mqstore.layout.consumequeue import unit_dtype
 from mqstore.layout.dispatch import Listed, Rows
 from mqstore.layout.record import Checksum
 from mqstore.layout.scan import has_crc_tail
@@ -52,12 +51,7 @@ from mqstore.log.recovery.scanner import (
 )
 from mqstore.log.writing.log_tail import QueueRef
 
-_WAITING_UNITS = 1 << 18
-"""Number of records whose units are compared together: with many queues few of them follow each other."""
-
 if TYPE_CHECKING:
-    _Runs = dict[QueueRef, tuple[int, list[np.NDArray[np.void]]]]
-    """First queue offset and units of consecutive records, by queue."""
     TakeRun = Callable[[str, int, int, np.ndarray], Iterable[Finding]]
     """Function of topic, queue id, first queue offset and the units of a straight run. Returns its findings."""
 
@@ -156,6 +150,7 @@ def read_range(
     take_run: TakeRun,
     max_errors: int | None,
     watermark: Callable[[], int],
+    batch: int,
 ) -> RangeResult | None:
     """Read a range of a log. Returns None if retention has removed its segment.
 
@@ -173,9 +168,7 @@ def read_range(
             return RangeResult(piece, None, piece.low)
         first = found - segment.start
     result = RangeResult(piece, first, first)
-    events = scan_segment(run, segment, first, checksum, stop=piece.high, blank=result.blank)
-    runs: _Runs = {}
-    waiting = 0
+    events = scan_segment(run, segment, first, checksum, stop=piece.high, blank=result.blank, batch=batch)
     while True:
         try:
             event = next(events)
@@ -194,43 +187,30 @@ def read_range(
         if checksum == "crc32-body":
             result.body_checksum_only += len(rows) - int(np.count_nonzero(has_crc_tail(event.buffer, event.headers)))
         for listed in rows.listed():
-            _take_queue(result, rows, listed, runs)
-        waiting += len(rows)
-        if waiting >= _WAITING_UNITS:
-            _take_runs(result, runs, take_run, max_errors)
-            waiting = 0
-    _take_runs(result, runs, take_run, max_errors)
+            part = _take_queue(result, listed)
+            if part.straight:
+                found = take_run(listed.topic, listed.queue_id, int(listed.queue_offset[0]), listed.units)
+                part.unlisted += _list(part.findings, found, max_errors)
     return result
 
 
-def _take_runs(result: RangeResult, runs: _Runs, take_run: TakeRun, max_errors: int | None) -> None:
-    for ref, (first, units) in runs.items():
-        part = result.queues[ref]
-        # numpy would compare the types of all pieces, for longer than it copies them.
-        joined = np.frombuffer(bytearray().join(units), unit_dtype())  # type: ignore[arg-type]
-        part.unlisted += _list(part.findings, take_run(*ref, first, joined), max_errors)
-    runs.clear()
-
-
-def _take_queue(result: RangeResult, rows: Rows, listed: Listed, runs: _Runs) -> None:
-    topic, queue_id, chosen, offsets, units, follow = listed
-    begin, last = int(chosen[0]), int(chosen[-1])
+def _take_queue(result: RangeResult, listed: Listed) -> _QueuePart:
+    """Add the records of a queue in a batch to the queue's part of the range, and return the part."""
+    topic, queue_id, _, offsets, units, follow = listed
     low, high = int(offsets[0]), int(offsets[-1])
     straight = follow or bool((np.diff(offsets) == 1).all())
     ref = QueueRef(topic, queue_id)
     part = result.queues.get(ref)
     if part is None:
-        part = result.queues[ref] = _QueuePart(low, low, int(rows.physical_offset[begin]), 0)
-    else:
-        straight = straight and low == part.stop
-    usable = 0 <= low < MAX_SLOT and queue_id >= 0 and is_path_safe(topic)
-    if not (straight and usable):
+        part = result.queues[ref] = _QueuePart(low, low, units.item(0)[0], 0)
+    elif low != part.stop:
+        straight = False
+    if not (straight and 0 <= low < MAX_SLOT and queue_id >= 0 and is_path_safe(topic)):
         low, high = int(offsets.min()), int(offsets.max())
         part.straight = False
     part.first, part.stop = min(part.first, low), max(part.stop, high + 1)
-    part.last_end = int(rows.physical_offset[last]) + int(rows.size[last])
-    if part.straight:
-        runs.setdefault(ref, (low, []))[1].append(units)
+    part.last_end = sum(units.item(-1)[:2])
+    return part
 
 
 def _list(listed: list[T], found: Iterable[T], max_errors: int | None) -> int:

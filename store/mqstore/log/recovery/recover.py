@@ -50,7 +50,7 @@ from mqstore.log.recovery.offset_assigner import (
     unit_findings,
 )
 from mqstore.log.recovery.report import Cut, Finding, RecoveryReport, finding_of
-from mqstore.log.recovery.scanner import NEVER_TORN, Bad, End, Good, scan_log, until_torn
+from mqstore.log.recovery.scanner import NEVER_TORN, Bad, End, Good, batch_for, scan_log, until_torn
 from mqstore.log.recovery.scanstart import ScanStart, WholeLogNeededError
 from mqstore.log.recovery.tail import COPY_BYTES, Tail
 from mqstore.log.store_files import StoreParts
@@ -278,7 +278,8 @@ class _Recovery:
                     report.findings.append(found)
         total = run.end - read_from
         last = End(read_from, "")
-        events = scan_log(run, read_from, parts.checksum) if gap is None else (gap,)
+        batch = batch_for(len(parts.queue_table))
+        events = scan_log(run, read_from, parts.checksum, batch=batch) if gap is None else (gap,)
         for event in until_torn(events, lambda: torn_from):
             if isinstance(event, Good):
                 self._take(event)
@@ -409,7 +410,10 @@ class _Recovery:
     def _repair(self, queue: ConsumeQueue, first: int, units: np.NDArray[np.void]) -> None:
         """Write `units` to slots [first, first + len) where they differ, and count the differences.
         Units that may never have been synced are written, too, but not counted."""
-        found = queue.units(first, len(units))
+        data = queue.read(first, len(units))
+        if not self.writing and data == units.tobytes():
+            return
+        found = np.frombuffer(data, units.dtype)
         low, high = 0, len(units)
         if self.unsynced_from > 0 or (found.view(np.uint32) != units.view(np.uint32)).any():
             units = queue.as_kept(found, units)

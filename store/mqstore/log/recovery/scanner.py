@@ -35,6 +35,7 @@ T = TypeVar("T")
 NEVER_TORN = 1 << 62
 """Watermark for the case that all bad bytes are damage."""
 _BATCH = 8192
+_BATCH_MAX = 1 << 18
 _MOST_MET = 16 << 20
 _CLOSE_BYTES = 4096
 
@@ -87,10 +88,12 @@ def first_good_in(
     return None if found is None else segment.start + found
 
 
-def check_at(run: SegmentRun, segment: Segment, at: int, checksum: Checksum) -> Check:
-    """Check the record that begins at byte `at` of a segment, as `check_place` does."""
+def check_at(run: SegmentRun, segment: Segment, at: int, checksum: Checksum, used: int | None = None) -> Check:
+    """Check the record that begins at byte `at` of a segment, as `check_place` does.
+    `used` is the end of its data, None if it must be found."""
     buffer = run.mapping(segment)
-    return check_place(buffer, at, len(buffer), segment.start + at, checksum, run.data_end(segment, at))
+    used = run.data_end(segment, at) if used is None else used
+    return check_place(buffer, at, len(buffer), segment.start + at, checksum, used)
 
 
 def record_at(run: SegmentRun, physical: int, checksum: Checksum) -> Record | None:
@@ -120,8 +123,20 @@ def goes_on(run: SegmentRun, end: int) -> bool:
     return any(run.mapping(segment)[at : min(at + _CLOSE_BYTES, run.data_end(segment, at))])
 
 
+def batch_for(queues: int) -> int:
+    """Return the number of records to read at once if each queue of a batch has a cost.
+    With many queues a small batch has only a few records of each."""
+    return max(_BATCH, min(64 * queues, _BATCH_MAX))
+
+
 def scan_log(
-    run: SegmentRun, start: int, checksum: Checksum, *, checksums: bool = True, on_front: OnFront | None = None
+    run: SegmentRun,
+    start: int,
+    checksum: Checksum,
+    *,
+    checksums: bool = True,
+    on_front: OnFront | None = None,
+    batch: int = _BATCH,
 ) -> Iterator[Event]:
     """Yield the events of the log from physical offset `start` on. The last event is an `End`.
 
@@ -131,7 +146,7 @@ def scan_log(
     blank: set[int] = set()
 
     def read(segment: Segment, at: int) -> Generator[Good | Bad, None, int]:
-        return scan_segment(run, segment, at, checksum, checksums=checksums, blank=blank)
+        return scan_segment(run, segment, at, checksum, checksums=checksums, blank=blank, batch=batch)
 
     return join_segments(run, start, checksum, read, blank, on_front)
 
@@ -164,6 +179,7 @@ def scan_segment(
     stop: int | None = None,
     checksums: bool = True,
     blank: set[int] | None = None,
+    batch: int = _BATCH,
 ) -> Generator[Good | Bad, None, int]:
     """Yield the events of a segment for records that begin in `[start, stop)`, counted from its start.
 
@@ -181,7 +197,7 @@ def scan_segment(
 
     def read(at: int, met: int) -> tuple[Headers, int, int]:
         # Up to the last data, not `stop`: on a full tmpfs, reading a hole of a mapped file raises SIGBUS.
-        return read_run(buffer, at, max(at, used), base, checksum, _BATCH, checksums=checksums, met=met, spares=spares)
+        return read_run(buffer, at, max(at, used), base, checksum, batch, checksums=checksums, met=met, spares=spares)
 
     at = start
     doubted = -1
@@ -201,7 +217,7 @@ def scan_segment(
             else:
                 headers, at, met = read(at, met)
             if len(headers):
-                many = len(headers) == _BATCH
+                many = len(headers) == batch
                 if many and at < stop and kernel is not None:
                     # Compiled code reads the next batch on another processor, while the caller handles this one.
                     ahead.begin(partial(read, at, met))
@@ -212,9 +228,10 @@ def scan_segment(
                     continue
             if at >= stop:
                 break
-            check = check_at(run, segment, at, checksum)
+            check = check_at(run, segment, at, checksum, used)
             if check.status == "blank":
                 return run.segment_bytes
+            check = check_at(run, segment, at, checksum)
             if blank is not None and stop == len(buffer) and used_end(run, segment, at) == at:
                 blank.add(base + at)
                 break

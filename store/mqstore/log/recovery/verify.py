@@ -48,7 +48,7 @@ from mqstore.log.recovery.ranges import (
     read_range,
 )
 from mqstore.log.recovery.report import Finding, Kind, finding_of
-from mqstore.log.recovery.scanner import Bad, End, Good, scan_segment, until_torn, used_end
+from mqstore.log.recovery.scanner import Bad, End, Good, batch_for, scan_segment, until_torn, used_end
 from mqstore.log.store_files import StoreParts
 
 if TYPE_CHECKING:
@@ -276,6 +276,7 @@ class Verifier:
             take_run=self.compare,
             max_errors=self._max_errors,
             watermark=self.torn_from,
+            batch=batch_for(len(self._queues)),
         )
         if result is not None:
             tally.add(self.tally(wanted))
@@ -414,6 +415,9 @@ class Verifier:
     def compare(self, topic: str, queue_id: int, first: int, wanted: np.NDArray[np.void]) -> Iterator[Finding]:
         """Compare the units of a queue from queue offset `first` on with those `wanted`, in log order."""
         queue = self._queues.create(topic, queue_id)
+        if queue.read(first, len(wanted)) == wanted.tobytes():  # a fraction of the time of all else, for many queues
+            self.slots.generations.note_listed(queue, wanted.item(0)[0])
+            return
         kept = self.slots.generations.current(queue, np.arange(first, first + len(wanted)), wanted["physical_offset"])
         if kept is None:
             yield from self._compare(queue, first, wanted)
