@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from bench import peers, servers
 from bench.harness import Ask, Load, Side, Work, each
 from bench.peers import BATCH
 from bench.sides import PUT, READ, fill, filled, outgoing, put, read, run_together
+from mqstore import jobs
 from mqstore.broker.router import SendOptions
 
 BODIES = pytest.mark.parametrize("body", [128, 1024])
@@ -307,29 +309,49 @@ def test_open(ask: Ask) -> None:
     ask(ours, Load(128, 400_000), {fewer: 0.8}, unit="calls", limit=(100, "ms"))
 
 
+Check = Callable[[Path, int], object]
+"""Function of a closed store and the end of its log."""
+
+
+def verified(path: Path, _: int) -> None:
+    assert jobs.verify(path).ok
+
+
+def planned(path: Path, _: int) -> None:
+    [found] = jobs.recover(path, dry_run=True)
+    assert found.report is not None
+    assert not found.report.changed
+
+
+def summed(path: Path, end: int) -> None:
+    """Read the same bytes with the bare checksum."""
+    for segment in sorted(file for file in (path / "commitlog").iterdir() if file.name.isdigit()):
+        if (left := end - int(segment.name)) > 0:
+            with segment.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
+                peers.crc32c_sweep([memoryview(mapping)], left)
+
+
 @contextmanager
-def verify(directory: Path, load: Load, *, queues: int) -> Iterator[Work]:
-    """Verify a store whose messages take turns among its queues, four for each topic."""
-    with mqstore.open(directory / "store") as store:
+def sweep(directory: Path, load: Load, *, check: Check, queues: int = 4, segment: int | None = None) -> Iterator[Work]:
+    """Read a whole store whose messages take turns among its queues, four for each topic."""
+    with mqstore.open(directory / "store", config=mqstore.StoreConfig(segment_bytes=segment)) as store:
         topics = [f"{load.topic}{i}" for i in range(queues // 4)]
         for topic in topics:
             store.create_topic(topic, queues=4)
         for i, body in enumerate(load.bodies()):
-            store.put(topics[i // 4 % len(topics)], body, queue_id=i % 4)
-    with mqstore.open(directory / "store", "r") as store:
-
-        def work() -> int:
-            assert [*store.verify()] == []
-            return load.messages
-
-        yield work
+            last = store.put(topics[i // 4 % len(topics)], body, queue_id=i % 4)
+    summed(directory / "store", last.physical_offset)  # so that the page cache has it
+    yield lambda: (check(directory / "store", last.physical_offset), load.messages)[1]
 
 
 @pytest.mark.benchmark(timer=time.process_time)
-def test_verify_queues(ask: Ask) -> None:
-    """The time of `verify` with 3,000 queues, compared with 4."""
-    few = Side("4 queues", partial(verify, queues=4))
-    ask(Side("mqstore verify", partial(verify, queues=3000)), Load(128, 600_000), {few: 1.5}, by="time")
+@pytest.mark.parametrize(("check", "goal"), [(verified, 4), (planned, 8)])
+@pytest.mark.parametrize(("many", "messages"), [({"queues": 3000}, 600_000), ({"segment": 8192}, 150_000)])
+def test_sweep(ask: Ask, check: Check, goal: float, many: dict[str, int], messages: int) -> None:
+    """The time of `verify` and `recover --dry-run` with 3,000 queues, or segments of 8 KiB, beside few of them."""
+    few = Side("few", partial(sweep, check=check))
+    bare = Side("bare crc32c, one sweep", partial(sweep, check=summed, **many))
+    ask(Side("mqstore", partial(sweep, check=check, **many)), Load(128, messages), {few: 1.5, bare: goal}, by="time")
 
 
 @contextmanager
