@@ -13,7 +13,7 @@
 #include "table.h"
 
 /* Incremented with every change of a function's arguments or result; store/mqstore/native.py has the same number. */
-#define NATIVE_VERSION 34
+#define NATIVE_VERSION 35
 
 #if !defined(__GNUC__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || !defined(__LP64__)
 #error "built by GCC or Clang, for processors with 64 bits that are little-endian; elsewhere mqstore runs on Python and numpy"
@@ -175,7 +175,7 @@ static inline void fetch_at(const uint8_t *data, int64_t length, int64_t at, int
     F(crc32c) F(crc32c_by_table) F(sweep) F(content_end) F(lay) F(meet) F(data_end) F(list) F(walk) F(join) F(measure) \
     F(pairs) F(find_inner) F(record_holds) F(open_beneath) F(read_at) F(lengths) F(encode) F(restore) \
     F(identify) F(copy_parts) F(message_parts) F(renumber) F(put_entries) F(read_units) F(tagged) F(check_units) \
-    F(frames) F(frame_head) F(records_of) F(first_ready)
+    F(frames) F(frame_head) F(records_of) F(json_lines) F(first_ready)
 #define DECLARED(name) PyObject *native_##name(PyObject *, PyObject *const *, Py_ssize_t);
 FUNCTIONS(DECLARED)
 extern PyTypeObject QueueTailType, LogTailType, LocatedType, SenderType, PutMethodType;

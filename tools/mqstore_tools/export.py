@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,7 +22,6 @@ import click
 from mqstore import Message, MQStoreError, QueueRef
 from mqstore.admin import Search
 from mqstore.engine import Finding, StoreFiles
-from mqstore.errors import FormatError
 from mqstore_tools.multi_store import (
     FILTERS,
     Messages,
@@ -37,7 +37,6 @@ from mqstore_tools.render import (
     FindingPrinter,
     as_json,
     console,
-    export_row,
     note,
     note_searched,
     print_json,
@@ -145,9 +144,9 @@ def export(
         found = _Found(files, printer, search, raw_bodies)
         count = 0
         with progress("exporting") as report, lines(output, directory) as file:
-            for line in found.lines(report) if max_messages != 0 else ():
-                file.write(line + "\n")
-                count += 1
+            for text, number in found.lines(report, max_messages) if max_messages != 0 else ():
+                file.write(text)
+                count += number
                 if count == max_messages:
                     break
         found.print_not_inflated()
@@ -200,21 +199,22 @@ class _Found:
     not_inflated: Counter[str] = field(default_factory=Counter)
     """Number of messages skipped for lack of a package, by error text."""
 
-    def lines(self, progress: Callable[[int, int], None]) -> Iterator[str]:
-        """Yield messages in the order of the log, as JSON. Raises TopicNotFoundError."""
+    def lines(self, progress: Callable[[int, int], None], limit: int | None) -> Iterator[tuple[str, int]]:
+        """Yield (lines of JSON, how many) in the order of the log: with a `limit` one at a time.
+        Raises TopicNotFoundError."""
         for messages in self.messages(progress):
-            for message in messages:
-                try:
-                    yield as_json(export_row(message, raw_body=self.raw_bodies))
-                except ImportError as error:
-                    self.not_inflated[str(error)] += 1
-                except FormatError as error:
-                    if (finding := self.files.finding(message, error)) is not None:
-                        self.printer.print(finding)
+            for part in [messages] if limit is None else ([message] for message in messages):
+                for found in self.files.lines(part, stored=self.raw_bodies):
+                    if isinstance(found, tuple):
+                        yield found
+                    elif isinstance(found, Finding):
+                        self.printer.print(found)
+                    else:
+                        self.not_inflated[str(found)] += 1
 
     def messages(self, progress: Callable[[int, int], None]) -> Iterator[list[Message]]:
         """Yield all chosen messages, some consecutive ones of the log at a time."""
-        chosen = self.search
+        chosen, skips = self.search, self.search.from_offset > 0
         found = chosen.run(self.files) if chosen else self.files.log(chosen.topics, chosen.queue_id, progress)
         for each in found:
             if isinstance(each, Message):
@@ -224,8 +224,8 @@ class _Found:
                 # After the end of a store that was closed there was no message.
                 self.printer.print(each, counts=not (each.kind == "torn_tail" and self.files.clean_shutdown))
             elif isinstance(each, list):
-                messages = [message for message in each if message.offset >= chosen.from_offset]
-                self.queues.update(message.queue for message in messages)
+                messages = [message for message in each if message.offset >= chosen.from_offset] if skips else each
+                self.queues.update(map(attrgetter("queue"), messages))
                 yield messages
             else:
                 self._print_gap(*each)

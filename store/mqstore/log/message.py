@@ -7,9 +7,12 @@ unlinked the file.
 
 from __future__ import annotations
 
+import json
 import mmap
+from binascii import b2a_base64
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
+from json.encoder import encode_basestring_ascii
 from operator import attrgetter
 from struct import Struct
 from types import MappingProxyType
@@ -431,3 +434,18 @@ def row_of(message: Message, *, stored: bool = False) -> dict[str, Any]:
         "message_id": message.message_id,
         "unique_key": properties.get(UNIQ_KEY),
     }
+
+
+def json_lines(messages: list[Message], first: int = 0, *, stored: bool = False) -> tuple[str, int]:
+    """Return messages from `first` on as lines of JSON, and the number of the first message that is not among them.
+
+    A line is `row_of` in printable ASCII, its `body` in base64. There are about as many lines as fill a MiB. Raises
+    FormatError if the body of the message `first` cannot be inflated, and ImportError if that needs a package.
+    """
+    if kernel is not None:
+        text, after = kernel.json_lines(messages, first, stored, encode_basestring_ascii)
+        if after > first:
+            return text, after
+    row = row_of(messages[first], stored=stored)
+    row["body"] = b2a_base64(row["body"], newline=False).decode("ascii")
+    return json.dumps(row) + "\n", first + 1

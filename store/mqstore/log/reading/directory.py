@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator
+from operator import attrgetter
 from pathlib import Path
 
 from mqstore.closing import Closing
@@ -15,7 +16,7 @@ from mqstore.errors import FormatError
 from mqstore.files.readonly_fs import QUIET
 from mqstore.files.segment import place_in_file
 from mqstore.layout.messageid import decode_message_id
-from mqstore.log.message import Message
+from mqstore.log.message import Message, json_lines
 from mqstore.log.reading.raw_scan import damage_at, walk_log, walk_queue
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.reading.records import RemovedBodyError
@@ -101,7 +102,7 @@ class StoreFiles(Closing):
         for item in walk_log(store, verifier, wanted):
             self._front = began, verifier.front
             if isinstance(item, list):
-                queues.update(message.topic for message in item)
+                queues.update(map(attrgetter("topic"), item))
             if progress is not None:
                 progress(verifier.done_bytes, verifier.total_bytes)
             yield item
@@ -114,11 +115,31 @@ class StoreFiles(Closing):
             if queue_id is not None:
                 self._store.offsets(topic, queue_id)
 
-    def finding(self, message: Message, error: FormatError) -> Finding | None:
-        """Return a finding for a message whose body raises `error`.
-        None if retention has removed the body: the message waited for its time once, and nothing waits for it now."""
-        if isinstance(error, RemovedBodyError):
-            return None
+    def lines(
+        self, messages: list[Message], *, stored: bool = False
+    ) -> Iterator[tuple[str, int] | Finding | ImportError]:
+        """Yield messages as `mqstore export` writes them: (lines of JSON, how many). With `stored` a compressed body
+        stays as it is.
+
+        Yields a finding for a body that cannot be inflated, and the ImportError if that needs a package. Skips a
+        message whose body retention has removed: it waited for its time once, and nothing waits for it now.
+        """
+        first = 0
+        while first < len(messages):
+            try:
+                text, after = json_lines(messages, first, stored=stored)
+            except ImportError as error:
+                yield error
+            except FormatError as error:
+                if not isinstance(error, RemovedBodyError):
+                    yield self._not_inflated(messages[first], error)
+            else:
+                yield text, after - first
+                first = after
+                continue
+            first += 1
+
+    def _not_inflated(self, message: Message, error: FormatError) -> Finding:
         where = f"{message.topic}, queue {message.queue_id}, offset {message.offset}"
         detail = f"{where}: skipped, its body does not inflate ({error})"
         segment_bytes = self._store.manifest.commitlog_segment_bytes
