@@ -48,7 +48,6 @@ from rich.text import Text
 
 import mqstore
 from mqstore.broker.admin.contents import inspect_store
-from mqstore.broker.admin.inspect import inspect_broker
 from mqstore.broker.selection import group_queue
 from mqstore.broker.tables.configchecks import CONFIG_CHECKS
 from mqstore.engine import Finding
@@ -298,7 +297,6 @@ class _Demo:
         )
         with render.progress("reading the log") as report:
             self.facts["inspect"] = found = inspect_store(self.store, progress=report)
-        found["broker"] = inspect_broker(self.store)
         if not self.console.quiet:
             self.console.print()
             show_store(found)

@@ -18,14 +18,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import Any
 
-from mqstore.broker.admin import contents
 from mqstore.broker.admin.bytes import inspect_file
 from mqstore.broker.admin.carve import carve
 from mqstore.broker.admin.compare import compare_stores
+from mqstore.broker.admin.contents import inspect_store
 from mqstore.broker.admin.cut import cut_messages, restore_cut
-from mqstore.broker.admin.inspect import inspect_broker
 from mqstore.broker.admin.offline import Offline, look, offline
 from mqstore.broker.admin.operations import of_directory as operations
 from mqstore.broker.admin.search import Search
@@ -79,15 +77,6 @@ def check_message(message: OutgoingMessage, max_message_size: int | None = None)
         max_delay=StoreConfig().max_delay,
         max_message_size=DEFAULT_MESSAGE_BYTES if max_message_size is None else max_message_size,
     )
-
-
-def inspect_store(
-    path: str | os.PathLike[str], *, progress: Callable[[int, int], None] | None = None
-) -> dict[str, Any]:
-    """Return the contents of the store at `path`, as `mqstore inspect --json` prints it. Changes nothing.
-    `progress` is called with (bytes done, all bytes). Raises NotAStoreError, CorruptStoreError (the manifest),
-    UnsupportedStoreError, and StoreIOError."""
-    return {**contents.inspect_store(path, progress=progress), "broker": inspect_broker(path)}
 
 
 def rebuild_config(path: str | os.PathLike[str], *, dry_run: bool = False) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mqstore import SimulatedClock
-from mqstore.broker.admin.inspect import inspect_broker
+from mqstore.admin import inspect_store
 from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.names import TIMER_TOPIC, QueueKey
 from mqstore.broker.pop.java import JavaTakeover
@@ -209,7 +209,7 @@ class Java:
 
 def look_at(folder: Path) -> None:
     """Show all that can be shown of a store, and read its tables."""
-    assert not inspect_broker(folder).get("not_shown")
+    assert not inspect_store(folder)["broker"].get("not_shown")
     new_parts(folder, "r").store.close()
 
 

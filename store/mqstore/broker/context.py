@@ -82,8 +82,11 @@ def kept_for_consumers(parts: Tables) -> Iterator[KeptMessages]:
         groups = offsets.groups_of(topic)
         if topic.startswith(LIGHT_PREFIX) and not groups:
             continue  # readers of light queues keep their own offsets, and the user's topic keeps the messages
-        for ref in store.queues(topic):
-            start, end = offsets.bounds(topic, ref.queue_id)
+        for queue in store.queue_table.of(topic):  # `topics` has just listed them
+            ref = queue.ref
+            if not queue.is_there:
+                continue
+            start, end = offsets.bounds(*ref)
             if is_dlq_topic(topic):
                 needed, deliveries, group, why = start, 0, START_GROUP, "dead letters"
             elif not groups:

@@ -36,11 +36,12 @@ _ROLL_STEP = 500
 
 def physical_of(store: StoreReader, topic: str, queue_id: int, offset: int) -> int | None:
     """Return the physical offset of the first record at or after `offset` of a queue, or None."""
-    while units := store.unit_bytes(topic, queue_id, offset, _CHUNK_UNITS):
+    count = 1  # usually enough
+    while units := store.unit_bytes(topic, queue_id, offset, count):
         for physical, size, code in UNIT.iter_unpack(units):
             if size > 0 and (physical, size, code) != VOID:
                 return physical  # type: ignore[no-any-return]
-        offset += len(units) // UNIT_BYTES
+        offset, count = offset + len(units) // UNIT_BYTES, _CHUNK_UNITS
     return None
 
 

@@ -320,9 +320,7 @@ class _DelayLevels(ReadOnlyMessageStore):
 
     def _load_queues(self) -> None:
         load_deleted(self.parts, writer=False)
-        self.queue_table.load(exact=not self.clean_shutdown, only=[SCHEDULE_TOPIC])
-        for queue in self.queue_table:
-            self._bound(queue)
+        self.queue_table.load(exact=not self.clean_shutdown, only=[SCHEDULE_TOPIC], then=self._bound)
 
 
 def _recover(options: RecoverOptions, name: StoreName, progress: Progress | None = None) -> Recovered:

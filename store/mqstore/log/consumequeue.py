@@ -10,7 +10,7 @@ sync in between. So after a power cut it may be short. The next opening for writ
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -466,8 +466,11 @@ class QueueTable:
 
     # -- the table --------------------------------------------------------------------------------------------------
 
-    def load(self, *, exact: bool, only: Sequence[str] | None = None) -> None:
-        """Find every queue on disk, or those of the topics `only`."""
+    def load(
+        self, *, exact: bool, only: Sequence[str] | None = None, then: Callable[[ConsumeQueue], None] | None = None
+    ) -> None:
+        """Find every queue on disk, or those of the topics `only`. `then` is called for each one while its file is
+        open."""
         self.short_files.clear()
         beside = os.path.dirname(self.root)
         self.batch_topics = frozenset(self._folders(os.path.join(beside, "batchconsumequeue")))
@@ -476,7 +479,10 @@ class QueueTable:
         topics = sorted(self._folders(self.root, own=self.own))
         self.unsafe_names += [topic for topic in topics if not is_path_safe(topic)]
         for key in self.on_disk(topics if only is None else only):
-            self.create(*key).load(exact=exact)
+            queue = self.create(*key)
+            queue.load(exact=exact)
+            if then is not None:
+                then(queue)
 
     def rows_of(self, buffer: ReadableBuffer, headers: Headers, base: int) -> Rows:
         """Return the rows that queues and index should have for the records of `headers`, all of them `ok`.

@@ -14,14 +14,14 @@
      "splice":     {"pending": None or {"app", "version", "start"}, "inbox": [name, ...], "refused": [name, ...],
                     "staged": [name, ...]},
      "consumer_offsets": {GROUP: {TOPIC: {"0": n}}}, "delay_offsets": {"1": n}, "order_info": {"TOPIC@GROUP": {...}},
-     "problems":   [sentence, ...]}
+     "problems":   [sentence, ...], "broker": {...}}
 
 Offsets are physical (bytes in the commitlog), except a queue's `min_offset` and `max_offset`, which count messages. A
 `max_` is exclusive: the end of a record, or the next offset. A queue without messages has -1 for its physical offsets.
 A segment covers the bytes [`start`, `end`), its file has `length` bytes, and records fill `used`. `damaged` has at most
 1000 ranges of the log. `undispatched_bytes` are whole records that are in no queue yet. `incomplete_queue` is a queue
 that lacks messages of the log while no writer has the store. There may be more. `order_info` is the broker's table as
-it is in the file.
+it is in the file. `inspect.py` has the members of `broker`.
 
 This takes no lock, needs no `config/`, and changes nothing, not even file times (see `files.quiet`). It follows
 lengths, magic numbers and offsets of the log. It computes no checksums, since `verify` does that.
@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from mqstore import arrays as np
+from mqstore.broker.admin.inspect import inspect_broker
 from mqstore.broker.tables.configchecks import CONFIG_CHECKS
 from mqstore.broker.tables.configfile import object_member
 from mqstore.broker.tables.external_offsets import ExternalOffsetFiles
@@ -44,7 +45,7 @@ from mqstore.files.lock import writer_alive
 from mqstore.files.readonly_fs import QUIET
 from mqstore.files.safe_open import resolved
 from mqstore.files.segment import place_in_file
-from mqstore.layout.consumequeue import is_message
+from mqstore.layout.consumequeue import VOID_SIZE, is_message
 from mqstore.log.bulk.inbox import inbox_state
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
@@ -81,7 +82,7 @@ def inspect_store(
     path = Path(resolved(path))
     problems: list[str] = []
     live = writer_alive(path, QUIET)
-    with ReadOnlyMessageStore(path, fs=QUIET) as store:
+    with _BoundedStore(path, fs=QUIET) as store:
         if live:
             store.stop_at(store.parts.listed_end())
         manifest = store.manifest
@@ -98,7 +99,7 @@ def inspect_store(
         for queue in sorted(store.queue_table, key=lambda q: (q.topic, q.queue_id)):
             if not queue.max_offset:
                 continue
-            first, end = _physical_bounds(queue)
+            first, end = store.bounds[queue]
             if end <= store.log_files.end:  # else the unit is dangling, which `verify` reports
                 dispatched = max(dispatched, end)
             topics.setdefault(queue.topic, {"queues": {}})["queues"][str(queue.queue_id)] = {
@@ -134,6 +135,7 @@ def inspect_store(
             },
             "checkpoint": {name: getattr(checkpoint, name) for name in _CHECKPOINT},
         }
+        broker = inspect_broker(store)
         pending = store.pending_splice
         inbox = inbox_state(path, QUIET)
         found["splice"] = {
@@ -152,12 +154,26 @@ def inspect_store(
     found["order_info"] = _table(path, "consumerOrderInfo.json", "table", problems)
     if len(problems) > _MAX_PROBLEMS:
         problems[_MAX_PROBLEMS:] = [f"and {len(problems) - _MAX_PROBLEMS} more: see `mqstore verify`"]
-    found["problems"] = problems
-    return found
+    return {**found, "problems": problems, "broker": broker}
+
+
+class _BoundedStore(ReadOnlyMessageStore):
+    """Store that notes the bounds of each queue while its file is open: of many queues only some files stay open."""
+
+    def _load_queues(self) -> None:
+        self.bounds: dict[ConsumeQueue, tuple[int, int]] = {}
+        super()._load_queues()
+
+    def _bound(self, queue: ConsumeQueue) -> None:
+        super()._bound(queue)
+        self.bounds[queue] = _physical_bounds(queue)
 
 
 def _physical_bounds(queue: ConsumeQueue) -> tuple[int, int]:
     """Return (physical offset of the first message, end of the last record), or (-1, -1) without one."""
+    ends = queue.unit(queue.min_offset), queue.unit(queue.max_offset - 1)
+    if all(physical >= 0 < size < VOID_SIZE for physical, size, _ in ends):  # usually, and arrays take longer
+        return ends[0][0], sum(ends[1][:2])
     first = end = -1
     for _, units in queue.chunks(queue.min_offset, queue.max_offset):
         live = np.flatnonzero(is_message(units))

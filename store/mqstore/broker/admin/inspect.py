@@ -28,7 +28,6 @@ The value of the `broker` member of `mqstore inspect --json`, times in ms since 
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -80,7 +79,6 @@ from mqstore.broker.tables.configfile import ConfigFile, object_member
 from mqstore.broker.transactions.service import Transactions
 from mqstore.broker.waiting import Waiters
 from mqstore.errors import GroupNotFoundError, MQStoreError, TopicNotFoundError
-from mqstore.files.readonly_fs import QUIET
 from mqstore.layout.javahash import java_hash
 from mqstore.layout.properties import (
     PGROUP,
@@ -92,7 +90,6 @@ from mqstore.layout.properties import (
 )
 from mqstore.log.message import Message
 from mqstore.log.reading.reader import StoreReader
-from mqstore.log.reading.readonly import ReadOnlyMessageStore
 
 _log = logging.getLogger("mqstore")
 
@@ -500,25 +497,23 @@ def _pins(tables: Tables, transactions: Transactions, levels: Iterable[LevelView
 # -- all of it ---------------------------------------------------------------------------------------------------------
 
 
-def inspect_broker(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the broker's state in the store in directory `path` as plain values (see the module).
+def inspect_broker(store: StoreReader) -> dict[str, Any]:
+    """Return the broker's state in a store that is open for reading, as plain values (see the module).
 
-    Never fails because of files in `config/`. A section that cannot be shown is in `not_shown` with the reason. Raises
-    the errors of opening a store for reading.
+    Never fails because of files in `config/`. A section that cannot be shown is in `not_shown` with the reason.
     """
     found: dict[str, Any] = {}
     not_shown: dict[str, str] = {}
-    with ReadOnlyMessageStore(path, fs=QUIET) as store:
-        sections: dict[str, Callable[[], Any]] = {}
+    sections: dict[str, Callable[[], Any]] = {}
+    try:
+        sections = _sections(open_tables(store), store.clock.now_ms())
+    except (MQStoreError, OSError) as error:
+        not_shown["broker"] = str(error)
+    for section, look in sections.items():
         try:
-            sections = _sections(open_tables(store), store.clock.now_ms())
-        except (MQStoreError, OSError) as error:
-            not_shown["broker"] = str(error)
-        for section, look in sections.items():
-            try:
-                found[section] = look()
-            except (MQStoreError, OSError, LookupError, ValueError) as error:
-                not_shown[section] = str(error)
+            found[section] = look()
+        except (MQStoreError, OSError, LookupError, ValueError) as error:
+            not_shown[section] = str(error)
     return {**_EMPTY, **found, "not_shown": not_shown}
 
 

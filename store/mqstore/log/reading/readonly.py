@@ -80,7 +80,7 @@ class ReadOnlyMessageStore(IteratingReader):
             finding = finding_of(problem, self.log_files.segment_bytes)
             self.records.log_lost(finding, "Its messages are skipped")
         load_deleted(self.parts, writer=False)
-        self.queue_table.load(exact=self.exact or not self.clean_shutdown)
+        self.queue_table.load(exact=self.exact or not self.clean_shutdown, then=self._bound)
         lost = self.clean_shutdown and self.parts.has_lost_queues()
         if lost or (self.parts.has_no_queues() and not writer_alive(self.path, self.fs)):
             _log.warning(
@@ -88,8 +88,6 @@ class ReadOnlyMessageStore(IteratingReader):
                 "writing, or `mqstore recover` has run",
                 self.path,
             )
-        for queue in self.queue_table:
-            self._bound(queue)
 
     def _bound(self, queue: ConsumeQueue) -> None:
         """Set the start and the end of a loaded queue."""
