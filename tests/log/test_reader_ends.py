@@ -12,6 +12,8 @@ import pytest
 
 from mqstore import Message
 from mqstore.jobs import recover
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
+from tests.faults import FaultyFileSystem
 from tests.log.support import SEGMENT, flip, open_store
 
 COUNT, CUT = 20, 10
@@ -101,3 +103,14 @@ def test_two_threads_that_look_for_news_count_them_once(tmp_path: Path, monkeypa
 
         assert ended
         assert reader.offsets("t") == (0, 7)
+
+
+def test_first_read_does_not_list_the_segments_again(tmp_path: Path) -> None:
+    """A listing asks for the length of each file, of which a log may have thousands."""
+    fill(tmp_path / "s", range(COUNT))
+    fs = FaultyFileSystem()
+    with ReadOnlyMessageStore(tmp_path / "s", fs=fs) as store:
+        fs.calls.clear()
+        assert store.get("t", 0, COUNT - 1, 32).next_offset == COUNT
+
+    assert [call for call in fs.calls if call.operation.startswith("scandir")] == []

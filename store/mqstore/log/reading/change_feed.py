@@ -103,6 +103,7 @@ class FileFeed:
     def begin(self) -> None:
         """Start with the loaded segments."""
         self._first_listed = self._run.min_offset
+        self._next_listing = time.monotonic() + 1.0  # they were just listed, and there may be thousands
 
     def stop_at_splice(self) -> None:
         """Hide an uncommitted bulk append (spark#commit): the log ends where it starts."""
