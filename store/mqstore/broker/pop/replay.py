@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -168,7 +168,7 @@ class Replay:
         start, pop_time_ms, invisible_ms, cursor = value["so"], value["pt"], value["it"], value["nx"]
         distances = value["d"]
         numbers = (key.queue_id, start, pop_time_ms, invisible_ms, cursor, *distances)
-        if not distances or not all(map(_is_number, numbers)):
+        if not distances or not _are_numbers(numbers):
             raise ValueError("the batch has no messages, or an invalid number")
         if type(key.topic) is not str or type(key.group) is not str:
             raise ValueError("topic and group of the batch must be names")
@@ -280,7 +280,7 @@ class Replay:
 
     def _reset(self, value: dict[str, Any]) -> None:
         key, offset = QueueKey(value["c"], value["t"], value["q"]), value["o"]
-        if not _is_number(offset):
+        if not _are_numbers([offset]):
             raise ValueError("the offset of the reset is not a number")
         state = self._state(key)
         self._unsaid.pop(key, None)
@@ -297,7 +297,7 @@ class Replay:
 
     def _skip(self, position: int, value: dict[str, Any]) -> None:
         key, offsets = QueueKey(value["c"], value["t"], value["q"]), value["o"]
-        if not all(map(_is_number, offsets)):
+        if not _are_numbers(offsets):
             raise ValueError("the skipped offsets are not numbers")
         self._state(key).skip(offsets, position)
 
@@ -447,9 +447,9 @@ def _parted(key: QueueKey, held: list[int], begun: AttemptJournal) -> tuple[list
     return [offset for offset in held if offset not in ended], ended
 
 
-def _is_number(value: object) -> bool:
-    """Return True if the value is in the range of an offset or a time."""
-    return type(value) is int and -1 <= value < 1 << 63
+def _are_numbers(values: Sequence[Any]) -> bool:
+    """Return True if all values are in the range of an offset or a time."""
+    return {*map(type, values)} <= {int} and -1 <= min(values, default=0) <= max(values, default=0) < 1 << 63
 
 
 def _numbers(value: dict[str, int] | None) -> dict[int, int] | None:

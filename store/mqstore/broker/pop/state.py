@@ -183,7 +183,7 @@ class QueueState(QueueFields):
     def replace(self, batch: Batch, offsets: Sequence[int]) -> None:
         """Add a batch of offsets that were popped before.
         These offsets leave their older batches."""
-        for offset in offsets:
+        for offset in () if self.in_flight.keys().isdisjoint(offsets) else offsets:
             old = self.in_flight.pop(offset, None)
             if old is not None:
                 self._strike(old, old.bit(offset))

@@ -418,6 +418,8 @@ class PopTables(PopFields):
         low = (self.store.offsets_or_none(key.topic, key.queue_id) or (0, 0))[0]
         while i < len(offsets):
             j = i + 1
+            if offsets[-1] - offsets[i] == len(offsets) - j:
+                j = len(offsets)  # all neighbours
             while j < len(offsets) and offsets[j] - offsets[j - 1] <= _NEAR:
                 j += 1
             begin = max(low, offsets[i])

@@ -13,7 +13,9 @@ and `rev` the message is copied once more. Nothing else happens twice, and nothi
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from operator import attrgetter, itemgetter
 
 from mqstore.broker.filters.filter import Filter
@@ -296,9 +298,10 @@ class UnorderedQueues:
         due = [
             (offset, batch)
             for batch in dict.fromkeys(batches)
-            for alike in [batch.moved is None and batch.is_visible(batch.start, now_ms)]
+            # Usually all of a batch: then nothing is asked of each message, of which there may be a million.
+            for alike in [batch.moved is None and not state.released and batch.is_visible(batch.start, now_ms)]
             for offset in batch.open_offsets()
-            if (alike or batch.is_visible(offset, now_ms)) and state.in_flight.get(offset) is batch
+            if alike or (batch.is_visible(offset, now_ms) and state.in_flight.get(offset) is batch)
         ]
         due.sort(key=itemgetter(0))
         moved = 0
@@ -306,18 +309,19 @@ class UnorderedQueues:
         sources: list[tuple[int, Batch]] = []
         done: dict[Batch, list[int]] = {}
         stay: dict[Batch, list[int]] = {}
-        for offset, batch in due:
-            if batch.is_given(offset):
-                stay.setdefault(batch, []).append(offset)
-        if stay:
+        if any(batch.failed for batch in batches):
+            for offset, batch in due:
+                if batch.is_given(offset):
+                    stay.setdefault(batch, []).append(offset)
             due = [(offset, batch) for offset, batch in due if not batch.is_given(offset)]
 
         def move(offset: int, message: Message | None, batch: Batch) -> None:
             ended = done if self._move(state, offset, message, batch) else stay
             ended.setdefault(batch, []).append(offset)
 
-        late = [offset for offset, batch in due if batch.invisible_ms > 0 and offset not in (batch.failed or ())]
-        self._tables.note_expired(state.key, late)
+        if any(batch.invisible_ms > 0 for batch in batches):
+            late = [offset for offset, batch in due if batch.invisible_ms > 0 and offset not in (batch.failed or ())]
+            self._tables.note_expired(state.key, late)
         try:
             messages = list(self._tables.messages(state.key, [offset for offset, _ in due]))
             while (at := len(sources) + moved) < len(due):
@@ -339,8 +343,8 @@ class UnorderedQueues:
                     move(sources[at][0], copies[at][0], sources[at][1])
                     at += 1
                     continue
-                for offset, batch in sources[at : at + count]:
-                    done.setdefault(batch, []).append(offset)
+                for batch, stored in groupby(sources[at : at + count], itemgetter(1)):
+                    done.setdefault(batch, []).extend([offset for offset, _ in stored])
                 at += count
         finally:  # settled after the copies are in the log: a crash between the two makes a second copy, and loses none
             for batch, offsets in done.items():
@@ -378,11 +382,11 @@ class UnorderedQueues:
         limit, begun = self._tables.limit(group), self._tables.begun
         if kernel is None or (begun is not None and group in begun.suspects.left):
             return 0
-        some: list[Message] = []
-        for message, (_, batch) in zip(messages[at : at + _COPIES], due[at : at + _COPIES], strict=True):
-            if message is None or batch.pop_time_ms != pop_time_ms or (limit is not None and message.attempt >= limit):
-                break
-            some.append(message)
+        _, alike = next(groupby([batch.pop_time_ms for _, batch in due[at : at + _COPIES]]))
+        some = list(messages[at : at + len([*alike])])
+        last = math.inf if limit is None else limit - 1
+        others = (i for i, each in enumerate(some) if each is None or each.reconsume_times >= last)
+        del some[next(others, len(some)) :]
         if not some:
             return 0
         suffixes = {b"": (*self._retry_queue(state), encode_properties({FIRST_POP_TIME: str(pop_time_ms)}))}
