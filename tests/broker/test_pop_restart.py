@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import mqstore
 from mqstore.errors import InvalidReceiptError, ReceiptExpiredError
 from tests.broker.popsupport import DLQ, POP_LOG_TOPIC, RETRY, PopBench, offsets, queue, tags
 from tests.log.support import flip
@@ -34,6 +37,20 @@ def test_nothing_is_released_when_that_is_switched_off(pops: PopBench, restart: 
     assert pops.read(RETRY) == []
     pops.advance(INVISIBLE_MS)
     assert len(pops.read(RETRY)) == 1
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_opening_leaves_garbage_collection_as_it_was(tmp_path: Path, collects: bool) -> None:
+    with mqstore.open(tmp_path) as store:
+        store.queue("jobs").put(b"item")
+        store.queue("jobs").get()
+    was = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        with mqstore.open(tmp_path) as store:
+            assert (gc.isenabled(), store.queue("jobs").get().attempt) == (collects, 2)
+    finally:
+        (gc.enable if was else gc.disable)()
 
 
 @pytest.mark.parametrize("order", [False, True])
