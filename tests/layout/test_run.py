@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mqstore.layout import array_pool
 from mqstore.layout.array_pool import ArrayPool
 from mqstore.layout.dispatch import Rows, rows_of
 from mqstore.layout.javahash import index_hash, java_hash
@@ -261,8 +262,9 @@ def test_batch_topics_have_no_units() -> None:
     assert [each.topic for each in rows_of(log, headers, BASE, DELAYS, {"a"}).listed()] == ["b"]
 
 
-def test_stretches_that_somebody_keeps_are_not_written_over() -> None:
+def test_stretches_that_somebody_keeps_are_not_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is used again for the next stretch, but only if nobody looks at the last one any more."""
+    monkeypatch.setattr(array_pool, "_SMALL_BYTES", 0)
     log, starts = encoded([{"body": bytes(i), "topic": f"t{i % 3}"} for i in range(100)])
     spares = ArrayPool()
     kept = []

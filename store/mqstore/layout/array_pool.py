@@ -1,12 +1,13 @@
 """Reuse of arrays for range after range of a long log.
 
 The pages of a new array cost more than writing to them. So an array is reused when nothing refers to it, or to a view
-into it, any more.
+into it, any more. The memory of a small array is reused by the allocator, sooner than a spare one is found.
 """
 
 from __future__ import annotations
 
 import sys
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from mqstore import arrays as np
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 
 _KEPT = 16
+_SMALL_BYTES = 1 << 16
 
 
 def _references(cell: _Cell) -> int:
@@ -31,13 +33,13 @@ class ArrayPool:
     """Pool of arrays. `empty` works as `numpy.empty`: write before you read.
 
     >>> spares = ArrayPool()
-    >>> first = spares.empty((2, 1000), np.int64)
+    >>> first = spares.empty((2, 10_000), np.int64)
     >>> row, first = first[1], None
-    >>> second = spares.empty((2, 1000), np.int64)
+    >>> second = spares.empty((2, 10_000), np.int64)
     >>> np.shares_memory(row, second)
     False
     >>> where, second = second.ctypes.data, None
-    >>> spares.empty((2, 1000), np.int64).ctypes.data == where
+    >>> spares.empty((2, 10_000), np.int64).ctypes.data == where
     True
     """
 
@@ -46,6 +48,8 @@ class ArrayPool:
 
     def empty(self, shape: tuple[int, ...], dtype: np.DTypeLike) -> np.NDArray[Any]:
         """Return an array of this shape and type, with any content."""
+        if prod(shape) * np.dtype(dtype).itemsize < _SMALL_BYTES:
+            return np.empty(shape, dtype)
         for _ in range(len(self._cells)):
             try:
                 cell = self._cells.pop(0)  # so that no other thread examines it meanwhile

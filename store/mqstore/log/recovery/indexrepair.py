@@ -178,11 +178,9 @@ def tally_index(index: Index, wanted: Sequence[Wanted]) -> IndexTally:
     """Compare the index with the `wanted` entries.
     Only files and entries in the part of the log that `wanted` covers count."""
     tally = IndexTally()
-    hashes = np.concatenate([np.zeros(0, np.int32), *(part[0] for part in wanted)])
-    physical = np.concatenate([np.zeros(0, np.int64), *(part[1] for part in wanted)])
-    stamps = np.concatenate([np.zeros(0, np.int64), *(part[2] for part in wanted)])
-    if not len(physical):
+    if not any(len(part[0]) for part in wanted):
         return tally
+    hashes, physical, stamps = (np.concatenate(column) for column in zip(*wanted, strict=True))
     asked = _fingerprints(hashes, physical)
     if (physical[1:] < physical[:-1]).any():
         order = np.argsort(physical, kind="stable")

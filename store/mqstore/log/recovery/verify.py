@@ -478,8 +478,10 @@ class Verifier:
     def _among_indexed(self, wanted: Wanted) -> Wanted | None:
         """Return the entries of records before the end of the index, which may end before the log.
         None means that there are none."""
-        ends = [header.end_physical_offset for _, header in self.index.headers() if header.next_entry > 1]
         hashes, physical, stamps = wanted
+        if not len(hashes):
+            return None
+        ends = [header.end_physical_offset for _, header in self.index.headers() if header.next_entry > 1]
         inside = physical < max(self._indexed_end(), ends[-1] if ends else 0)
         return (hashes[inside], physical[inside], stamps[inside]) if inside.any() else None
 
