@@ -189,8 +189,8 @@ def read_range(
         for listed in rows.listed():
             part = _take_queue(result, listed)
             if part.straight:
-                found = take_run(listed.topic, listed.queue_id, int(listed.queue_offset[0]), listed.units)
-                part.unlisted += _list(part.findings, found, max_errors)
+                differences = take_run(listed.topic, listed.queue_id, int(listed.queue_offset[0]), listed.units)
+                part.unlisted += _list(part.findings, differences, max_errors)
     return result
 
 
