@@ -17,14 +17,16 @@ from hypothesis import strategies as st
 from mqstore.engine import Finding
 from mqstore.errors import ConfigError
 from mqstore.files.lock import writer_alive
-from mqstore.jobs import opening, verify, verifying
+from mqstore.jobs import opening, recover, verify, verifying
 from mqstore.jobs.opening import StoreName
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.verifying import VerifyReport
 from mqstore.jobs.views import view_batch
 from mqstore.layout.scan import find_next
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
+from mqstore.log.recovery import scanner
 from mqstore.log.recovery.verify import verified_ranges
+from mqstore.options import Profile
 from tests.columnar.support import SEGMENT, Odd, many, write_store
 from tests.conftest import GOLDEN_NAMES, Golden
 from tests.log.support import files, flip, flip_log, open_store, overwrite_log
@@ -306,6 +308,30 @@ def test_a_store_is_opened_once_for_all_its_segments(tmp_path: Path, monkeypatch
     assert len(opened) == 1
     assert verify(paths).ok
     assert len(opened) <= 1 + 4 * len(paths)
+
+
+@pytest.mark.parametrize("batch", [1, 7, 1 << 18])
+@pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
+def test_damage_in_one_of_many_queues_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: Profile, batch: int
+) -> None:
+    """The log is read in larger batches if there are many queues, and a plan of `recover` finds the same."""
+    with open_store(tmp_path / "s", profile=profile, segment_bytes=1 << 20) as writer:
+        for i in range(900):
+            writer.put("t", b"x", queue_id=i % 300)
+    flip(tmp_path / "s/consumequeue/t/150/00000000000000000000", 20 + 7)  # the physical offset of the second unit
+    monkeypatch.setattr(scanner, "_BATCH", 1)
+    monkeypatch.setattr(scanner, "_BATCH_MAX", batch)
+
+    report = verify(tmp_path / "s")
+    [plan] = recover(tmp_path / "s", dry_run=True)
+
+    assert report.messages == 900
+    assert [(each.kind, each.file, each.position, each.length) for each in report.findings] == [
+        ("bad_unit", "consumequeue/t/150/00000000000000000000", 20, 20)
+    ]
+    assert plan.report is not None
+    assert (plan.report.rebuilt.units, plan.report.messages) == (1, 900)
 
 
 @pytest.mark.parametrize("closed", [False, True])
