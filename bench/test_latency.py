@@ -123,6 +123,15 @@ def test_load(ask: Ask, case: Case) -> None:
     _ask(ask, case, push, 99)
 
 
+def test_many_queues(ask: Ask) -> None:
+    """Share of the messages a second that 10,000 queues keep, beside 100."""
+    few, many = (Case(rate=10_000, queues=ask.scaled(queues)) for queues in (100, 10_000))
+    rounds = [(many.run(push, ask.share), few.run(push, ask.share)) for _ in range(min(ask.rounds, MOST_ROUNDS))]
+    ask.latencies([latencies for (latencies, *_), _ in rounds], 50, None)
+    kept = [ours[2] / theirs[2] for ours, theirs in rounds]
+    ask.answer("100 queues", "x rate", kept, 0.9)
+
+
 Way = Callable[[mqstore.Store], float]
 """Has one message delivered after `WAIT_S`. Returns how late it came, in ms."""
 

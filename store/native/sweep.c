@@ -63,7 +63,7 @@ enum { SIZE, QUEUE_ID, SYS_FLAG, TOPIC, TAIL, INT_ROWS };
 /* A mapping's pages are loaded on first access, by an interrupt for each sixteen or so, which takes as long again as reading
    them, and prefetching stops at a page that is not loaded. So pages are loaded a stretch at a time. Not all at once: the rest
    is read from the disk while the loaded part is processed. */
-enum { STRETCH = 1 << 20, COME_TOGETHER = 1 << 16, MUCH_BYTES = 1 << 22 };
+enum { STRETCH = 1 << 20, COME_TOGETHER = 1 << 16, MUCH_BYTES = 1 << 22, MANY_RECORDS = 1 << 12 };
 
 /* Load the pages of the stretch that starts at `from`, and return its end. */
 static int64_t meet(const uint8_t *data, int64_t length, int64_t from)
@@ -372,7 +372,7 @@ PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     int64_t *o = out->buf, topics = prefixes->len / 4;
     uint8_t *listed = has_unit->buf;
     bool full = false, plain = true;
-    PyThreadState *others = PyEval_SaveThread();
+    PyThreadState *others = count >= MANY_RECORDS ? PyEval_SaveThread() : NULL; /* as in `sweep` */
     /* By record: topic and queue id, and the number of that queue; by queue: members of `Keys`, and the number of its rows. */
     int64_t *work = malloc(5 * ((size_t)count + 1) * sizeof *work), *key = work, *queue_of_row, *sizes;
     queue_of_row = work + count + 1;
@@ -471,7 +471,8 @@ PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
             o[QUEUE_FOLLOWS * room + i] = follows;
         }
     }
-    PyEval_RestoreThread(others);
+    if (others)
+        PyEval_RestoreThread(others);
     free(work);
     if (full)
         PyErr_NoMemory();

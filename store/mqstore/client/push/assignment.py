@@ -281,8 +281,9 @@ class Assignment:
         Queues that now have room are pulled."""
         queues = self._owned(())
         number = Counter(queue.queue.topic for queue in queues)
+        limits = {topic: self._limits.divided(count) for topic, count in number.items()}
         for queue in queues:
-            queue.limits = self._limits.divided(number[queue.queue.topic])
+            queue.limits = limits[queue.queue.topic]
             self.refill(queue)
 
     def _revoke(self, queue: ProcessQueue) -> None:

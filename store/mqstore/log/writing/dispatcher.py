@@ -54,7 +54,7 @@ def slot_runs(end: int, offsets: np.NDArray[np.int64] | list[int]) -> list[tuple
             count
             and offsets[0] >= end
             and offsets[-1] - offsets[0] == count - 1
-            and bool((np.diff(offsets) == 1).all())
+            and (count == 1 or bool((np.diff(offsets) == 1).all()))
         ):
             return [(0, count)]
         offsets = offsets.tolist()
