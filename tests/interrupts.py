@@ -18,7 +18,7 @@ from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["Interrupted", "is_with_safe", "run_interrupted"]
+__all__ = ["Interrupted", "is_with_safe", "points_in", "run_interrupted"]
 
 _RESUME = dis.opmap["RESUME"]
 _LOOKS = frozenset(
@@ -88,7 +88,7 @@ class _Points:
     """Counts the points of a call and raises at one of them."""
 
     def __init__(self, at: int) -> None:
-        self._left = at
+        self.left = at
         self.stack: list[str] = []
         """Where it was raised, innermost first."""
         self._returned_to: FrameType | None = None
@@ -124,9 +124,20 @@ class _Points:
         frame.f_trace_opcodes = True
         return step
 
+    def follow(self, call: Callable[[], object]) -> None:
+        before = sys.gettrace()
+        sys._getframe().f_trace_opcodes = True
+        sys.settrace(self.trace)
+        try:
+            call()
+        except Interrupted:
+            pass
+        finally:
+            sys.settrace(before)
+
     def _reach(self, frame: FrameType) -> None:
-        self._left -= 1
-        if self._left < 0:
+        self.left -= 1
+        if self.left < 0:
             above: FrameType | None = frame
             while above is not None and len(self.stack) < 12:
                 self.stack.append(f"{above.f_code.co_filename}:{above.f_lineno} {above.f_code.co_name}")
@@ -141,13 +152,12 @@ def run_interrupted(call: Callable[[], object], at: int) -> list[str]:
     it leaves the call. Every other exception that leaves it is raised.
     """
     points = _Points(at)
-    before = sys.gettrace()
-    sys._getframe().f_trace_opcodes = True
-    sys.settrace(points.trace)
-    try:
-        call()
-    except Interrupted:
-        pass
-    finally:
-        sys.settrace(before)
+    points.follow(call)
     return points.stack
+
+
+def points_in(call: Callable[[], object]) -> int:
+    """Run `call`, and return how many points it has."""
+    points = _Points(sys.maxsize)
+    points.follow(call)
+    return sys.maxsize - points.left

@@ -27,7 +27,7 @@ import pytest
 import mqstore
 from mqstore import Store
 from tests.campaigns.calls import CALLS, HANG_S, Work, a_queue, nothing, open_store, ordered, probe, put_plain
-from tests.interrupts import is_with_safe, run_interrupted
+from tests.interrupts import is_with_safe, points_in, run_interrupted
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning",  # finalizers of iterators that were interrupted
@@ -36,9 +36,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 SEED = int(os.environ.get("MQSTORE_CAMPAIGN_SEED", 1))
 POINTS = int(os.environ.get("MQSTORE_CAMPAIGN_ROUNDS", 3))
-"""How many points of each call are tried. `make interrupts` says more than there are."""
+"""How many points of each call are tried. `make interrupts` says so many as only a snapshot has."""
 MAX_POINTS = 4000
-"""No call has so many. Points of a first call, which creates things, are more than those of later ones."""
 SIGNALS = min(50 * POINTS, 5000)
 """To a process that works. They come in bursts: the pauses between them are of random length."""
 MEAN_PAUSE_S = 0.004
@@ -84,12 +83,15 @@ def check_kept(path: Path, work: Work) -> None:
         assert not list(store.verify())
 
 
-def points_of(seed: int, wanted: int) -> list[int]:
-    """Every point if that many are wanted, else a seeded choice: more of the first, for most calls have few."""
-    if wanted >= MAX_POINTS:
+def points_of(seed: int, call: Callable[[], object]) -> list[int]:
+    """Choose points of a call, which is run twice: the first one imports modules, whose points would hide its own.
+
+    If all are wanted: more than it has, for a first call in a store, which creates things, has more than this one."""
+    call()
+    count = points_in(call)
+    if POINTS >= MAX_POINTS >= count:
         return list(range(MAX_POINTS))
-    rng = random.Random(seed)
-    return sorted({int(MAX_POINTS ** rng.random()) - 1 for _ in range(wanted)})
+    return sorted(random.Random(seed).sample(range(count), min(POINTS, count)))
 
 
 def told(at: int, name: str, error: BaseException, stack: list[str]) -> str:
@@ -101,10 +103,13 @@ def told(at: int, name: str, error: BaseException, stack: list[str]) -> str:
 def test_every_point(name: str, tmp_path: Path) -> None:
     make, step = CALLS[name]
     path = tmp_path / "store"
+    other = start(tmp_path / "other", make)
+    points = points_of(SEED * 1000 + list(CALLS).index(name), lambda: step(other))
+    other.store.close(5)
     work = start(path, make)
     ended = 0
     stack: list[str] = []
-    for at in points_of(SEED * 1000 + list(CALLS).index(name), POINTS):
+    for at in points:
         if make is ordered:
             work.tool = make(work.store)
         try:
@@ -122,7 +127,8 @@ def test_a_waiting_thread_is_woken(tmp_path: Path) -> None:
     """A call that was interrupted while it woke others has woken them, or the next message does."""
     path = tmp_path / "store"
     work = start(path, nothing)
-    for at in points_of(SEED, POINTS):
+    other = work.store.queue("other")
+    for at in points_of(SEED, lambda: (other.put(b"x"), work.store.offsets("other", 0))):
         queue = work.store.queue(f"waited-{at % 50}", visibility=60)
         for task in queue:
             task.ack()
@@ -159,7 +165,7 @@ def test_opening_at_every_point(mode: Any, tmp_path: Path) -> None:
     work = start(path, nothing)
     put_plain(work)
     work.store.close()
-    for at in points_of(SEED, POINTS):
+    for at in points_of(SEED, lambda: mqstore.open(path, mode).close()):
         opened: list[Store] = []
         stack = run_interrupted(lambda: opened.append(mqstore.open(path, mode)), at)  # noqa: B023
         for store in opened:
@@ -178,7 +184,8 @@ def test_closing_at_every_point(tmp_path: Path) -> None:
     """A second `close` ends what an interrupted one has begun."""
     path = tmp_path / "store"
     work = start(path, nothing)
-    for at in points_of(SEED, POINTS):
+    others = [open_store(tmp_path / name) for name in ("a", "b")]
+    for at in points_of(SEED, lambda: others.pop().close()):
         put_plain(work)
         queue = a_queue(work.store)
         queue.put(b"x")
