@@ -14,21 +14,10 @@ import click
 from mqstore.admin import look, offline, queue_topic
 from mqstore.errors import FormatError, TopicNotFoundError
 from mqstore_tools.render import body_bytes_option, body_text, export_row, safe, show_tables, when
-from mqstore_tools.session import (
-    DefaultGroup,
-    ask,
-    connected,
-    dry_run_option,
-    print_done,
-    target_argument,
-    yes_option,
-)
-from mqstore_tools.shared import json_option
+from mqstore_tools.session import DefaultGroup, ask, connected, dry_run_option, print_done, target_argument, yes_option
 
 _state_option = click.option(
-    "--state",
-    type=click.Choice(["ready", "leased", "retry", "delayed", "dead"]),
-    help="Only items in this state.",
+    "--state", type=click.Choice(["ready", "leased", "retry", "delayed", "dead"]), help="Only items in this state."
 )
 _name_argument = click.argument("name", metavar="NAME")
 
@@ -36,8 +25,7 @@ _name_argument = click.argument("name", metavar="NAME")
 @click.group(
     cls=DefaultGroup,
     short_help="Show and purge the items of a queue.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore queue var/mq downloads              # the same as: mqstore queue show var/mq downloads
   mqstore queue var/mq downloads --state retry
   mqstore queue purge var/mq downloads --dry-run""",
@@ -80,8 +68,7 @@ def _cells(row: dict[str, Any], body_bytes: int) -> tuple[object, ...]:
 
 @queue.command(
     short_help="Show the items of a queue by state. Changes nothing.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore queue show var/mq downloads
   mqstore queue show localhost:9876 downloads --state leased
   mqstore queue show var/mq downloads --json | jq .counts.ready""",
@@ -91,7 +78,6 @@ Examples:
 @_state_option
 @click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="Maximum number of items to show.")
 @body_bytes_option
-@json_option
 def show(target: Path, name: str, state: str | None, limit: int, body_bytes: int, json_output: bool) -> None:
     """Show the queue NAME in the store in DIR: the number of items by state, and the first items.
 
@@ -117,8 +103,7 @@ def show(target: Path, name: str, state: str | None, limit: int, body_bytes: int
 
 @queue.command(
     short_help="Remove the items of a queue.",
-    epilog="""\b
-Examples:
+    examples="""
   mqstore queue purge var/mq downloads --dry-run
   mqstore queue purge var/mq downloads --state delayed --yes
   mqstore queue purge var/mq downloads        # all but dead letters, after a prompt""",
@@ -128,7 +113,6 @@ Examples:
 @_state_option
 @dry_run_option
 @yes_option
-@json_option
 def purge(target: Path, name: str, state: str | None, dry_run: bool, yes: bool, json_output: bool) -> None:
     """Remove the items of the queue NAME in the store in DIR: those in one state, or all but dead letters. Asks first.
 

@@ -165,7 +165,6 @@ output_option = click.option(
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write to FILE, which appears when it is complete, instead of stdout.",
 )
-json_option = click.option("--json", "json_output", is_flag=True, help="Print JSON, for programs.")
 
 
 @contextmanager

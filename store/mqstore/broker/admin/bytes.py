@@ -147,10 +147,12 @@ def _item(title: str, position: int, fields: list[Item], problem: str = "", wron
 
 
 def _field(name: str, position: int, data: bytes, value: int | str | None = None, problem: str = "") -> Item:
-    if value is None:
-        value = data[:_SHOWN].decode("utf-8", "backslashreplace")
-    shown = data[:_SHOWN].hex()
-    return {"name": name, "position": position, "size": len(data), "bytes": shown, "value": value, "problem": problem}
+    row = {"name": name, "position": position, "size": len(data), "bytes": data[:_SHOWN].hex()}
+    return {**row, "value": _text(data) if value is None else value, "problem": problem}
+
+
+def _text(data: bytes) -> str:
+    return data[:_SHOWN].decode("utf-8", "backslashreplace")
 
 
 def _fields(table: str, data: bytes, base: int, hosts: tuple[int, ...] = ()) -> list[Item]:
@@ -242,12 +244,7 @@ def _properties(data: bytes, base: int) -> Iterator[Item]:
     """Yield each property, with its name and separators among the bytes."""
     for pair in re.finditer(rb"[^\x02]+\x02?", data):
         name, _, value = pair.group().rstrip(b"\x02").partition(b"\x01")
-        yield _field(
-            f"property {name[:_SHOWN].decode('utf-8', 'backslashreplace')}",
-            base + pair.start(),
-            pair.group(),
-            value[:_SHOWN].decode("utf-8", "backslashreplace"),
-        )
+        yield _field(f"property {_text(name)}", base + pair.start(), pair.group(), _text(value))
 
 
 # -- files of equal items ----------------------------------------------------------------------------------------------
@@ -377,7 +374,7 @@ def _members(data: bytes, base: int = 0, prefix: str = "") -> Iterator[Item]:
         if word in b"}]":
             del path[-1:]
         elif path and path[-1] is None and word[:1] == b'"':
-            path[-1] = word.strip(b'"')[:_SHOWN].decode("utf-8", "backslashreplace")
+            path[-1] = _text(word.strip(b'"'))
         elif word in b"{[":
             path.append(None if word == b"{" else 0)
         else:
