@@ -33,7 +33,7 @@ from mqstore.log.message import Find, Message, UnitBatch
 from mqstore.log.reading.reader import StoreReader
 from mqstore.log.recovery.offset_assigner import Placed
 from mqstore.log.recovery.report import Finding
-from mqstore.log.recovery.scanner import Bad, End, Good, scan_log
+from mqstore.log.recovery.scanner import Bad, End, Good, batch_for, scan_log
 from mqstore.log.recovery.verify import Gap, Verifier
 
 _STEP = 512
@@ -47,12 +47,13 @@ def walk_log(
     """Yield all messages in a reader's log of the queues `wanted`, by topic and queue id. None means all.
 
     `verifier` is a new one of `store`. Its `front` and `done_bytes` show the progress of the walk. Messages come in log
-    order, in lists of some thousand messages of one segment. While a writer runs, the log ends where it ended when
-    `verifier` was made. Needs bounded memory.
+    order, in lists of messages of one segment: some thousand, or with many queues some 100,000. While a writer runs,
+    the log ends where it ended when `verifier` was made. Needs bounded memory.
     """
     yield from (finding for finding in verifier.segments() if finding.kind in ("missing_segment", "bad_json"))
     first = verifier.front
-    events = scan_log(store.log_files, first, store.manifest.checksum, on_front=verifier.front_moved)
+    batch = batch_for(len(store.queue_table))
+    events = scan_log(store.log_files, first, store.manifest.checksum, on_front=verifier.front_moved, batch=batch)
     for event in events if store.log_files.starts else ():
         if isinstance(event, Good):
             messages: list[Message] = []
