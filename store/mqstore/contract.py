@@ -404,8 +404,8 @@ class BrokerContract(Protocol):
     ) -> Future[SendReceipt]:
         """Append one message as `put` does, without waiting for the disk.
         With durability "flush" the future is done at the next sync, which all waiting puts share. Otherwise it is done
-        on return. A signal handler may call this at any time. If the message cannot be stored before the handler has
-        returned, a thread does it afterwards."""
+        on return, or over a connection when the server has answered. A signal handler may call this at any time. If the
+        message cannot be stored before the handler has returned, a thread does it afterwards."""
 
     def sync(self) -> None:
         """Return once everything put before is on disk."""

@@ -30,7 +30,7 @@ from _thread import RLock, allocate_lock
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import FrameType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from mqstore.errors import StoreBusyError, StoreClosedError
 
@@ -240,11 +240,44 @@ class Condition(Lock):  # type: ignore[misc]
 
 class Future(concurrent.futures.Future[Result]):
     """`concurrent.futures.Future` whose `result` survives Ctrl-C.
-    The standard one would stay locked for ever, and block the thread that sets its result."""
+    The standard one would stay locked for ever, and block the thread that sets its result.
+
+    Its condition is made when somebody first waits or looks, since most futures of puts are done before. Only a future
+    that is running, which nobody can cancel, gets its result without one."""
+
+    _has_condition = False
 
     def __init__(self) -> None:
-        super().__init__()
-        self._condition = Condition()  # type: ignore[assignment]
+        self._state, self._result, self._exception = "PENDING", None, None
+        self._waiters = []
+        self._done_callbacks: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "_condition":
+            raise AttributeError(name)
+        self._has_condition = True  # first: `set_result` looks at it after the change of the state
+        return vars(self).setdefault(name, Condition())
+
+    def done(self) -> bool:
+        return self._state in ("FINISHED", "CANCELLED", "CANCELLED_AND_NOTIFIED")
+
+    def set_result(self, result: Result) -> None:
+        if self._has_condition or self._state != "RUNNING":
+            super().set_result(result)
+            return
+        self._result = result
+        self._state = "FINISHED"
+        if self._has_condition:  # somebody has looked in between, and perhaps waits
+            with self._condition:  # type: ignore[unreachable]  # for mypy, nobody else changes it
+                for waiter in self._waiters:
+                    waiter.add_result(self)
+                self._condition.notify_all()
+            self._invoke_callbacks()
+
+    def result(self, timeout: float | None = None) -> Result:
+        if self._state == "FINISHED" and self._exception is None:
+            return cast("Result", self._result)
+        return super().result(timeout)
 
 
 class Gate:

@@ -214,7 +214,7 @@ def test_server_that_is_gone_is_reported_to_all_who_wait() -> None:
     with connected(echo, timeout_s=0.3) as (script, connection):
         connection.call(ECHO)
         script.close()
-        connection._line.fail("the test ends it")  # type: ignore[union-attr]
+        connection.line.fail("the test ends it")  # type: ignore[union-attr]
         with ThreadPoolExecutor(4) as pool:
             calls = [pool.submit(connection.call, ECHO, repeat=True) for _ in range(4)]
             errors = [call.exception(20) for call in calls]
@@ -262,9 +262,9 @@ def store(serving: Serving) -> Iterator[Store]:
 def lose(store: Any) -> None:
     """Lose the connection, as a network does, and return when there is another one."""
     connection = store.broker._connection
-    line = connection._line
+    line = connection.line
     line._socket.shutdown(socket.SHUT_RDWR)
-    until(lambda: connection._line is not line)
+    until(lambda: connection.line is not line)
 
 
 def test_no_server_is_an_error_at_once(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_limits_are_those_of_the_server(store: Store) -> None:
 
 
 def test_put_with_a_key_is_stored_once_whenever_the_answer_is_lost(store: Any, behind: Store) -> None:
-    send = store.broker._connection._line.__class__.wait
+    send = store.broker._connection.line.__class__.wait
 
     def lost(line: Any, call: Any) -> Any:
         found = send(line, call)
@@ -355,7 +355,7 @@ def test_end_of_a_connection_ends_members_locks_and_waits(serving: Serving, behi
 
 def test_a_second_connection_of_a_process_ends_its_first(store: Any, behind: Store) -> None:
     """What was sent on the first and not yet read must not be done after what is repeated on the second."""
-    line = store.broker._connection._line
+    line = store.broker._connection.line
     other = Connection(store.broker._connection.address, greet=store.broker._greet)
     other.open()
     until(lambda: line.is_gone() or bool(line.lost))
@@ -431,7 +431,7 @@ def test_close_ends_who_waits(serving: Serving) -> None:
     queue = store.queue("jobs")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(queue.get)
-        until(lambda: store.broker._connection._line.has_parked())  # type: ignore[attr-defined]
+        until(lambda: store.broker._connection.line.has_parked())  # type: ignore[attr-defined]
         store.close()
         with pytest.raises(StoreClosedError):
             waiting.result(20)
@@ -443,7 +443,7 @@ def test_server_gone_for_good_ends_who_waits(behind: Store) -> None:
     queue = store.queue("jobs")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(queue.get)
-        until(lambda: store.broker._connection._line.has_parked())  # type: ignore[attr-defined]
+        until(lambda: store.broker._connection.line.has_parked())  # type: ignore[attr-defined]
         serving.close()
         with pytest.raises(ConnectionLostError):
             waiting.result(30)

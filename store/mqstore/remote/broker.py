@@ -2,7 +2,8 @@
 
 A call of a method is a request, and its result the answer. By hand are only
 
-    put, put_async        a message with a unique key is put again after a lost connection, and stored once
+    put                   a message with a unique key is put again after a lost connection, and stored once
+    put_async             many in one frame (`remote/inflight.py`)
     add_waiter, ...       parked calls: the answer calls back
     listen, on_check      callbacks of this process, called in threads of their own
     topics                the settings of a topic are kept until the server says that it has changed
@@ -43,23 +44,21 @@ from mqstore.log.message import Message
 from mqstore.log.writing.outgoing import Body, OutgoingMessage, flat_body
 from mqstore.options import Duration, StoreConfig
 from mqstore.remote.connection import Connection
+from mqstore.remote.inflight import PutsInFlight, may_repeat, receipt_in
 from mqstore.remote.letters import RemoteLetters
 from mqstore.remote.short import ShortCalls, result_of
 from mqstore.remoting.calls import CALLS, CHECK, NEWS, PROTOCOL, TABLES, Call
 from mqstore.remoting.codes import NOT_SUPPORTED
 from mqstore.remoting.frames import Frame
-from mqstore.remoting.short import put_fields, receipt_of
+from mqstore.remoting.short import put_fields
 from mqstore.remoting.signing import Signer
 from mqstore.remoting.values import loads, message_of
-from mqstore.signalsafe import Future
 from mqstore.version import VERSION
 
 _log = logging.getLogger("mqstore")
 
 _SAVED_S: Final = 5.0
 """Time after which a server that is alive has saved a commit by itself. Usually it is a tenth of a second."""
-_DELAYS: Final = ("delay", "deliver_at", "delay_level")
-"""Options with which a message is not found by its unique key before its time."""
 _CHUNK_BYTES: Final = 4 << 20
 _MESSAGE_BYTES: Final = 200
 """Room for the other fields of a message."""
@@ -121,7 +120,7 @@ class _NoNotes:
         return SimpleNamespace(workers=[UNREAD] * workers, close=lambda: None)
 
 
-class RemoteBroker(ShortCalls, BrokerContract):
+class RemoteBroker(ShortCalls, PutsInFlight, BrokerContract):
     """Delivery by the broker of a server. Thread-safe."""
 
     def __init__(
@@ -164,6 +163,7 @@ class RemoteBroker(ShortCalls, BrokerContract):
             requested=self._requested,
             dial=dial,
             sign=sign,
+            pack=self.pack,
         )
         self._connection.open()
 
@@ -336,11 +336,11 @@ class RemoteBroker(ShortCalls, BrokerContract):
         try:
             answer = self._connection.call(call.code, data, fields=fields)
         except ConnectionLostError as lost:
-            if not lost.sent or not _may_repeat(options):
+            if not lost.sent or not may_repeat(options):
                 raise
             data, fields = call.request(_given(topic, body, queue_id, options)), None
             answer = self._connection.call(call.code, data, fields={"again": "1"}, repeat=True)
-        return _receipt(topic, options, fields, answer)
+        return receipt_in(topic, options, fields, answer)
 
     def put_many(
         self,
@@ -364,40 +364,6 @@ class RemoteBroker(ShortCalls, BrokerContract):
             if receipts:
                 queue_id = receipts[0].queue_id
         return receipts
-
-    def put_async(self, topic: str, body: Body, *, queue_id: int | None = None, **options: Any) -> Future[SendReceipt]:
-        call = CALLS["put"]
-        fields = put_fields(topic, queue_id, options) if type(body) is bytes else None
-        data: Any = body if fields is not None else call.request(_given(topic, body, queue_id, options))
-        future: Future[SendReceipt] = Future()
-
-        def answered(answer: Frame | None) -> None:
-            if answer is not None:
-                _settle(future, lambda: _receipt(topic, options, fields, answer))
-            elif _may_repeat(options) and not self.closed:
-                self._news(again)
-            else:
-                future.set_exception(self._lost())
-
-        def again() -> None:
-            try:
-                long = call.request(_given(topic, body, queue_id, options))
-                self._connection.park(call.code, last, long, fields={"again": "1"})
-            except MQStoreError as error:
-                future.set_exception(error)
-
-        def last(answer: Frame | None) -> None:
-            if answer is None:
-                future.set_exception(self._lost())
-            else:
-                _settle(future, lambda: result_of(call, answer))
-
-        self._connection.park(call.code, answered, data, fields=fields, repeat=False, together=True)
-        return future
-
-    def _lost(self) -> ConnectionLostError:
-        address = self._connection.address
-        return ConnectionLostError(f"the connection to {address} was lost: the message is perhaps stored", sent=True)
 
     def send_back(self, group: str, message: Any, **options: Any) -> SendReceipt:
         offset = message if isinstance(message, int) else message.physical_offset
@@ -489,14 +455,6 @@ def _given(topic: str, body: Body, queue_id: int | None, options: dict[str, Any]
     return {"topic": topic, "body": body, "queue_id": queue_id, **options}
 
 
-def _receipt(topic: str, options: dict[str, Any], fields: object, answer: Frame) -> SendReceipt:
-    """Return the receipt in the answer to a put, which was short with `fields`, or raise its error."""
-    if fields is None or answer.code:
-        receipt: SendReceipt = result_of(CALLS["put"], answer)
-        return receipt
-    return receipt_of(topic, options.get("unique_key"), answer.body)
-
-
 def _chunks(bodies: Iterable[Body | OutgoingMessage]) -> Iterator[list[Body | OutgoingMessage]]:
     """Yield the messages of a call in parts that a frame can hold, at least one part."""
     chunk: list[Body | OutgoingMessage] = []
@@ -512,13 +470,6 @@ def _chunks(bodies: Iterable[Body | OutgoingMessage]) -> Iterator[list[Body | Ou
     yield chunk
 
 
-def _settle(future: Future[Any], result: Callable[[], Any]) -> None:
-    try:
-        future.set_result(result())
-    except Exception as error:
-        future.set_exception(error)
-
-
 def _at_the_end(call: Callable[..., Any], nothing: object) -> Callable[..., Any]:
     """Return a call that a consumer makes when it leaves. Members and locks end with their connection anyway."""
 
@@ -531,10 +482,6 @@ def _at_the_end(call: Callable[..., Any], nothing: object) -> Callable[..., Any]
     return leave
 
 
-def _may_repeat(options: dict[str, Any]) -> bool:
-    return options.get("unique_key") is not None and all(options.get(name) is None for name in _DELAYS)
-
-
 def _method(name: str) -> Callable[..., Any]:
     def call(self: RemoteBroker, *args: Any, **options: Any) -> Any:
         return self._call(name, args, options)
@@ -542,7 +489,7 @@ def _method(name: str) -> Callable[..., Any]:
     return call
 
 
-_BY_HAND = vars(RemoteBroker).keys() | vars(ShortCalls).keys()
+_BY_HAND = vars(RemoteBroker).keys() | vars(ShortCalls).keys() | vars(PutsInFlight).keys()
 for _name, _member in vars(BrokerContract).items():
     if isinstance(_member, FunctionType) and not _name.startswith("_") and _name not in _BY_HAND:
         setattr(RemoteBroker, _name, _method(_name))

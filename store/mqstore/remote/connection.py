@@ -2,9 +2,11 @@
 
     call    encode -> send -> read until the own answer is there      a lone caller never switches threads
     park    encode -> send -> a background thread reads the answer, and calls back
+    gather  kept until 16 are there, somebody waits, or an answer comes -> one frame for many (`remote/inflight.py`)
 
 Whoever has the turn reads for all: the first caller that waits. Others wait for a bell. The thread `mqstore-connection`
-exists only while something is parked, and reads when no caller does.
+exists only while something is parked, and reads when no caller does. Gathered calls are read by those who wait for
+them: two threads that take turns would take twice the time. The thread looks after them each millisecond.
 
     nothing received for `timeout_s` while somebody waits: a ping is sent after half of it, then the line is lost
     the server stops -> its last frame says so, and calls without an answer are sent again
@@ -22,7 +24,6 @@ import logging
 import os
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +33,9 @@ from itertools import count, filterfalse
 from typing import Any, Final
 from weakref import WeakSet
 
-from mqstore.errors import ConfigError, ConnectionLostError, FormatError, MQStoreError, StoreClosedError
+from mqstore.errors import ConnectionLostError, FormatError, MQStoreError, StoreBusyError, StoreClosedError
+from mqstore.remote.dialing import address_of, dialed, limit
+from mqstore.remote.gathering import Gathering
 from mqstore.remoting.codes import GO_AWAY
 from mqstore.remoting.frames import Frame, FrameReader, encode
 from mqstore.remoting.signing import Signer
@@ -40,17 +43,17 @@ from mqstore.signalsafe import Bell, Lock
 
 _log = logging.getLogger("mqstore")
 
-Address = tuple[str, int] | str
-"""Host and port, or the path of a Unix socket."""
 Answered = Callable[[Frame | None], object]
 """Function that takes the answer of a parked call, or None if it was lost and may not be repeated."""
+Pack = Callable[[list[Any]], tuple[Frame, Answered]]
+"""Function that makes one call of gathered ones."""
 
 _RECEIVE_BYTES: Final = 256 << 10
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.1, 5.0
 _ATTEMPTS_MAX: Final = 4
 """Number of times that a call which may be repeated is sent."""
-_TOGETHER_BYTES: Final = 16 << 10
-"""Bytes of requests that wait at most for an answer. The reader sends them: they must fit the socket's buffer."""
+_IN_ONE: Final = 64
+"""Gathered calls of one frame."""
 _STALE_S: Final = 1.0
 """Time after which the next call looks first whether the server has closed the connection meanwhile."""
 _connections: WeakSet[Connection] = WeakSet()
@@ -61,48 +64,6 @@ def _numbers() -> Iterator[int]:
     return (number & 0x3FFF_FFFF for number in count(1))
 
 
-def address_of(text: str) -> Address:
-    """Return the address in a text: `host:port`, `[::1]:port`, `unix:/path`, or a path. Raises ConfigError.
-
-    >>> address_of("127.0.0.1:9876"), address_of("[::1]:9876"), address_of("unix:/run/mq.sock"), address_of("mq.sock")
-    (('127.0.0.1', 9876), ('::1', 9876), '/run/mq.sock', 'mq.sock')
-    """
-    if text.startswith("unix:"):
-        return text.removeprefix("unix:")
-    if "/" in text or text.endswith(".sock"):
-        return text
-    host, found, port = text.rpartition(":")
-    if not found or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise ConfigError(f"an address is host:port, unix:/path or a directory that is served, not {text!r:.200}")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def _dialed(address: Address, timeout_s: float) -> socket.socket:
-    if not isinstance(address, str):
-        sock = socket.create_connection(address, timeout_s)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return sock
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(timeout_s)
-        sock.connect(address)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def _limit(sock: socket.socket, timeout_s: float) -> None:
-    """Have calls on a socket end after a time, by the kernel. Python would poll first: one more system call."""
-    if type(sock) is socket.socket:
-        sock.settimeout(None)
-        seconds, rest = divmod(round(timeout_s * 1e6), 1_000_000)
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, rest))
-    else:
-        sock.settimeout(timeout_s)
-
-
 class _NotSentError(ConnectionResetError):
     """The line was lost before anything of the request was sent."""
 
@@ -110,12 +71,13 @@ class _NotSentError(ConnectionResetError):
 class _Waiting:
     """A call in flight: of a thread that waits for the bell, or parked."""
 
-    __slots__ = ("answer", "answered", "bell", "frame", "refused", "repeat")
+    __slots__ = ("answer", "answered", "bell", "frame", "gathered", "refused", "repeat")
 
-    def __init__(self, frame: Frame, answered: Answered | None, repeat: bool) -> None:
+    def __init__(self, frame: Frame, answered: Answered | None, repeat: bool, gathered: bool = False) -> None:
         self.frame = frame
         self.answered = answered
         self.repeat = repeat
+        self.gathered = gathered
         self.refused = False
         """True if the server has stopped without a start of the call."""
         self.bell = Bell()
@@ -129,7 +91,7 @@ class _Line:
         self._connection = connection
         self._socket = sock
         self._reader = FrameReader(connection.frame_bytes)
-        self._turn = Lock()
+        self.turn = Lock()
         """Lock of the thread that reads."""
         self.is_read = False
         """True while a thread reads. When it stops, it wakes another one for all that is `waiting` by then."""
@@ -140,58 +102,67 @@ class _Line:
         """Reason why it cannot be used any more."""
         self.received_s = time.monotonic()
         self._pinged = False
-        self._unsent: list[bytes] = []
-        self._unsent_bytes = 0
-        self._awaited = self._last = 0
-        """Number of the call whose answer sends them, and number of their last one."""
+        self._awaited = 0
+        """Number of the last gathered call."""
+        self._sends = False
+        """True while a thread sends."""
         self._finished = False
         """True once the server has said that all calls that it has started are answered."""
 
-    def send(self, call: _Waiting, *, together: bool = False) -> None:
+    def send(self, call: _Waiting) -> None:
         """Send a request. Raises OSError, and then the line is lost."""
-        self._turn.refuse_owner()
+        self.turn.refuse_owner()
         call.frame.opaque = next(self._opaque)
-        self.tell(call.frame, call, together=together)
+        self.tell(call.frame, call)
 
-    def tell(self, frame: Frame, call: _Waiting | None = None, *, together: bool = False) -> None:
-        """Send a frame that has its number, or needs none. If it may go `together` with others, and an earlier one like
-        it is not answered, it is sent after that answer, or with the next other frame."""
-        frame.binary = -0x8000 <= frame.code < 0x8000  # the codes that a binary header can have
-        if self._connection.sign is not None:
-            self._connection.sign(frame)
-        data = encode(frame)
+    def tell(self, frame: Frame | None = None, call: _Waiting | None = None) -> None:
+        """Send the gathered calls, and then a frame that has its number, or needs none."""
         with self._sending:
             if self.lost is not None:
                 raise _NotSentError(self.lost)
             try:
+                self._sends = True
                 if call is not None:
-                    self.waiting[frame.opaque] = call
-                self._unsent.append(data)
-                if together:
-                    self._unsent_bytes += len(data)
-                    self._last = frame.opaque
-                    if self._awaited in self.waiting and self._unsent_bytes < _TOGETHER_BYTES:
-                        return
-                    self._awaited = frame.opaque
-                self._send_all()
+                    self.waiting[call.frame.opaque] = call
+                # Not before the greeting: until then the line is not that of the connection.
+                data = self._gathered() if self._connection.gathered and self._connection.line is self else []
+                if frame is not None:
+                    data.append(self._encoded(frame))
+                if data:
+                    self._socket.sendall(data[0] if len(data) == 1 else b"".join(data))
             except (BrokenPipeError, ConnectionResetError):
                 pass  # what the server has sent before it closed the line is still to be read
             except BaseException as error:
                 self.fail(f"sending failed: {error!r}")
                 raise
+            finally:
+                self._sends = False
 
-    def _send_all(self) -> None:
-        data = self._unsent[0] if len(self._unsent) == 1 else b"".join(self._unsent)
-        self._unsent, self._unsent_bytes = [], 0
-        self._socket.sendall(data)
+    def _gathered(self) -> list[bytes]:
+        """Return the frames of the gathered calls, in order: one for those that have the same key."""
+        gathered, frames = self._connection.gathered, list[bytes]()
+        while gathered:
+            key, most = gathered[0][0], min(len(gathered), _IN_ONE)
+            count = next((i for i in range(1, most) if gathered[i][0] != key or key is None), most)
+            frame, answered = self._connection.pack(gathered[:count])
+            frame.opaque = self._awaited = next(self._opaque)
+            self.waiting[frame.opaque] = _Waiting(frame, answered, False, True)
+            del gathered[:count]
+            frames.append(self._encoded(frame))
+        return frames
 
-    def _send_rest(self) -> None:
-        """Send the frames that have waited for an answer."""
-        with self._sending:
-            if self._unsent and self.lost is None and self._awaited not in self.waiting:
-                self._awaited = self._last
-                with suppress(BrokenPipeError, ConnectionResetError):  # as in `tell`
-                    self._send_all()
+    def _encoded(self, frame: Frame) -> bytes:
+        frame.binary = -0x8000 <= frame.code < 0x8000  # the codes that a binary header can have
+        if self._connection.sign is not None:
+            self._connection.sign(frame)
+        return encode(frame)
+
+    def send_gathered(self, *, in_turn: bool) -> None:
+        """Send the gathered calls; with `in_turn` only if the ones before are answered, which will do it otherwise."""
+        # A reader does not wait for a sender: the server perhaps takes no more until its answers are read.
+        if self._connection.gathered and not (in_turn and (self._sends or self._awaited in self.waiting)):
+            with suppress(OSError, StoreBusyError):  # of a lost line; of a signal handler: the thread sends them soon
+                self.tell()
 
     def wait(self, call: _Waiting) -> Frame | None:
         """Return the answer to a request that was sent, or None if the line is lost before."""
@@ -202,18 +173,28 @@ class _Line:
 
     def read_until(self, done: Callable[[], bool]) -> bool:
         """Read for all until `done()` or the line is lost. Return False at once if another thread reads."""
-        is_nested = self._turn.is_held_here  # called back by this thread's own reading
+        is_nested = self.turn.is_held_here  # called back by this thread's own reading
         try:
-            if not is_nested and not self._turn.acquire(False):
+            return self._read_until(done, is_nested)
+        except BaseException:  # of a signal handler, perhaps before the turn was given back: the next line has another
+            self.fail("reading was interrupted")
+            if not is_nested and self.turn.is_held_here:
+                self.turn.release()
+            raise
+
+    def _read_until(self, done: Callable[[], bool], is_nested: bool) -> bool:
+        try:
+            if not is_nested and not self.turn.acquire(False):
                 return False
             self.is_read = True
+            self.send_gathered(in_turn=True)  # a call that was gathered just before waits for its reader
             while self.lost is None and not done():
                 self._read()
             return True
         finally:
-            if not is_nested and self._turn.is_held_here:
+            if not is_nested and self.turn.is_held_here:
                 self.is_read = False  # before the look at `waiting`: see `park`
-                self._turn.release()
+                self.turn.release()
                 # Somebody has to read on. A thread that is about to wait finds its bell rung.
                 for other in list(self.waiting.values()):
                     if other.answered is None:
@@ -233,8 +214,8 @@ class _Line:
             self._reader.feed(data)
             for frame in self._reader:
                 self._take(frame)
-            if self._unsent:
-                self._send_rest()
+            if self._connection.gathered:
+                self.send_gathered(in_turn=True)
         except (TimeoutError, BlockingIOError):
             self._ping()
         except (OSError, FormatError) as error:
@@ -257,23 +238,32 @@ class _Line:
             self._finished = True
         elif not frame.is_response:
             self._connection.requested(frame)
-        elif (call := self.waiting.pop(frame.opaque, None)) is None:
+        elif (call := self._answered(frame.opaque)) is None:
             pass  # it was withdrawn
         elif call.answered is None:
             call.answer = frame
             call.bell.ring()
         elif frame.code == GO_AWAY:
+            self.waiting.pop(frame.opaque, None)
             call.refused = True
             self._connection.take_over(call)
         else:
             call.answer = frame
-            self._turn.lend(partial(self._connection.call_back, call, frame))
+            self.turn.lend(partial(self._connection.call_back, call, frame))
+            self.waiting.pop(frame.opaque, None)
+
+    def _answered(self, opaque: int) -> _Waiting | None:
+        """Return the call with a number, and forget it. Gathered ones are forgotten when all their futures are done: an
+        interrupt of the thread that reads fails the others."""
+        call = self.waiting.get(opaque)
+        return call if call is not None and call.gathered else self.waiting.pop(opaque, None)
 
     def has_parked(self) -> bool:
         """Return True if an answer is awaited for which no thread waits, or requests of the server."""
         if self._connection.listens:
             return True
-        return any(call.answered is not None for call in list(self.waiting.values()))
+        hurry = self._connection.hurry
+        return any(call.answered is not None and (hurry or not call.gathered) for call in list(self.waiting.values()))
 
     def is_gone(self) -> bool:
         """Return True if the line is lost, or the server has closed it and nobody has read that yet."""
@@ -309,7 +299,7 @@ class _Line:
             os.close(self._socket.detach())
 
 
-class Connection:
+class Connection(Gathering):
     """The connection of a process to one server. Thread-safe."""
 
     def __init__(
@@ -323,19 +313,21 @@ class Connection:
         frame_bytes: int = 256 << 20,
         dial: Callable[[], socket.socket] | None = None,
         sign: Signer | None = None,
+        pack: Pack | None = None,
     ) -> None:
         """Prepare a connection to `address` (`address_of`). The first call opens it. With `dial`, which returns a
         connected socket, the address is only for texts.
 
         `ping` is the code of a request that any server answers, if only by an error. `greet(ask)` is called with each
         new line, before anything else is sent on it: `ask(frame)` returns an answer. `requested` takes the requests of
-        the server, in the thread that reads: it must not block. `sign` adds the signature to a frame."""
+        the server, in the thread that reads: it must not block. `sign` adds the signature to a frame. `pack` makes one
+        call of gathered ones."""
         self.address = address
         self.listens = False
         """True if requests of the server are awaited, even when nothing is parked."""
         self.frame_bytes = frame_bytes
         self.ping = ping
-        self._dial = partial(_dialed, address_of(address), timeout_s) if dial is None else dial
+        self._dial = partial(dialed, address_of(address), timeout_s) if dial is None else dial
         self._pause_max_s = _PAUSE_MAX_S if dial is None else _PAUSE_MIN_S  # `dial` waits for a server by itself
         self._patience_s = 0.0 if dial is None else timeout_s
         """Time for further attempts to open the first line, to a server that may be about to end."""
@@ -343,15 +335,17 @@ class Connection:
         self._greet = greet
         self.requested = requested
         self.sign = sign
+        self.pack: Any = pack
         self._start()
         _connections.add(self)
 
     def _start(self) -> None:
-        self._line: _Line | None = None
+        self.line: _Line | None = None
         self._opening = Lock()
         self._failure: tuple[float, ConnectionLostError] | None = None
         self._again: list[_Waiting] = []
         """Parked calls whose line was lost."""
+        self._gather_none()
         self._bell = Bell()
         self._thread: threading.Thread | None = None
         self._thread_lock = Lock()
@@ -404,16 +398,14 @@ class Connection:
         *,
         fields: Mapping[str, Any] | None = None,
         repeat: bool = True,
-        together: bool = False,
     ) -> object:
         """Send a request, and have `answered` called with its answer, in the thread that reads. Return a handle for
-        `withdraw`. Calls that are answered at once may be sent `together` (`_Line.tell`). Raises ConnectionLostError
-        without a line, and StoreClosedError."""
+        `withdraw`. Raises ConnectionLostError without a line, and StoreClosedError."""
         call = _Waiting(Frame(code, fields or {}, body), answered, repeat)
         while True:
             line = self._open_line(time.monotonic() + self._timeout_s)
             try:
-                line.send(call, together=together)
+                line.send(call)
             except _NotSentError:
                 continue
             except OSError:
@@ -435,7 +427,7 @@ class Connection:
         with suppress(ValueError):
             self._again.remove(handle)
             return 0
-        line = self._line
+        line = self.line
         found = None if line is None else line.waiting.pop(handle.frame.opaque, None)
         if found is not None and found is not handle:  # of another line
             line.waiting[handle.frame.opaque] = found  # type: ignore[union-attr]
@@ -444,7 +436,7 @@ class Connection:
 
     def tell(self, code: int, body: bytes = b"", *, flag: int = 2, opaque: int = 0) -> None:
         """Send a request or answer that nobody answers, if there is a line."""
-        line = self._line
+        line = self.line
         if line is not None:
             with suppress(OSError):
                 line.tell(Frame(code, {}, body, flag=flag, opaque=opaque))
@@ -453,8 +445,9 @@ class Connection:
         """End the connection. Calls that wait raise StoreClosedError. Parked calls are forgotten."""
         self.closed = True
         self._again = []
-        if self._line is not None:
-            self._line.fail("it was closed")
+        if self.line is not None:
+            self.line.fail("it was closed")
+        self._drop_gathered(StoreClosedError(f"the connection to {self.address} was closed"))
         self._bell.ring()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -468,13 +461,13 @@ class Connection:
 
     def _open_line(self, until_s: float) -> _Line:
         """Return the line. Without one, open it until `until_s`. Raises ConnectionLostError."""
-        line = self._line
+        line = self.line
         if line is not None and not line.is_gone():
             return line
         asked_s = time.monotonic()
         with self._opening:
             self._check_open()
-            line = self._line
+            line = self.line
             if line is not None and line.lost is None:
                 return line
             pause_s = _PAUSE_MIN_S
@@ -483,7 +476,7 @@ class Connection:
                 raise failure  # another thread has tried for as long as this one would have
             while True:
                 try:
-                    self._line = line = self._opened()
+                    self.line = line = self._opened()
                     return line
                 except (OSError, FormatError) as error:
                     if self.closed or (isinstance(error, MQStoreError) and not isinstance(error, ConnectionLostError)):
@@ -500,7 +493,7 @@ class Connection:
 
     def _opened(self) -> _Line:
         sock = self._dial()
-        _limit(sock, self._timeout_s / 2)
+        limit(sock, self._timeout_s / 2)
         line = _Line(self, sock)
 
         def ask(frame: Frame) -> Frame:
@@ -521,11 +514,11 @@ class Connection:
     @property
     def received_s(self) -> float:
         """Time of the latest sign of the server, of the monotonic clock."""
-        return 0.0 if self._line is None else self._line.received_s
+        return 0.0 if self.line is None else self.line.received_s
 
     def forget_line(self) -> None:
         """Begin anew in a forked child."""
-        line = self._line
+        line = self.line
         closed = self.closed
         self._start()
         self.closed = closed
@@ -565,22 +558,33 @@ class Connection:
     def _read_on(self) -> None:
         pause_s = _PAUSE_MIN_S
         while not self.closed:
-            line = self._line
+            line = self.line
             if line is not None and line.lost is None:
                 pause_s = _PAUSE_MIN_S
-                if not line.has_parked() or not line.read_until(lambda line=line: not line.has_parked()):  # type: ignore[misc]
+                if not line.has_parked():
+                    self._doze(line)
+                elif not line.read_until(lambda line=line: not line.has_parked()):  # type: ignore[misc]
                     self._bell.wait()
                 continue
-            if not self._again and not self.listens:
+            if not self._again and not self.listens and not self.gathered:
                 self._bell.wait()
                 continue
             try:
-                line = self._open_line(time.monotonic())
+                somebody_waits = self.gathered or any(call.gathered for call in self._again)
+                line = self._open_line(time.monotonic() + (self._timeout_s if somebody_waits else 0))
                 again, self._again = self._again, []
                 for call in again:
                     line.send(call)
+                line.send_gathered(in_turn=False)
             except (OSError, MQStoreError) as error:
                 _log.debug("%s: %s", self.address, error)
+                if isinstance(error, MQStoreError):  # there is no server
+                    again, self._again = self._again, []
+                    self._again += [call for call in again if not call.gathered]
+                    for call in again:
+                        if call.gathered:
+                            self.call_back(call, None)
+                    self._drop_gathered(error)
                 self._bell.wait(pause_s)
                 pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 

@@ -72,6 +72,9 @@ class SessionCalls(Protocol):
     def withdraw(self, number: int, turn: tuple[str, str, int] | None = None) -> None:
         """End a parked call without an answer. If it is answered already, `turn` (group, topic, queue) is passed on."""
 
+    def puts(self, topic: str, bodies: list[bytes], queue_id: int | None, durability: Durability | None = None) -> None:
+        """Put the messages of many calls in flight. It has only a short form (`remoting/short.py`)."""
+
     def check(self, producer_group: str | None, on: bool) -> None:
         """Answer the checks of a producer group from now on, or no longer."""
 
@@ -180,6 +183,7 @@ _TABLE: Final = """
 31004 session.checked           repeat
 31005 session.check             repeat
 31006 session.clients           repeat
+31007 session.puts
 31010 put_many
 31011 put
 31012 sync                      repeat thread

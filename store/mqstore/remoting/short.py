@@ -2,6 +2,7 @@
 
     call       request: fields | body                                answer: fields | body
     put        topic queueId OPTIONS | the message                   | receipt
+    puts       topic queueId | sizes, messages                       failed | errors, receipts of the others
     put_many   topic queueId | sizes, messages                       | receipts
     read       topic queueId offset n bytes group                    status next min max lost | records
     pop        group topic n queueId invisible order skip | receipts, to acknowledge first
@@ -13,6 +14,7 @@ has the field `topic`. The server answers a short request in the long form (`rem
 cannot say it: an answer without fields.
 
     receipt    i32 queue | i64 offset | i64 physical offset | i32 size | i64 store time | host
+    errors     of puts: i32 size, error body for each of the messages whose numbers are in `failed`
     receipts   of put_many: u8 size, host | i32 queue | for each chunk i32 count, i64 offset, i64 physical offset,
                i64 store time, i32 sizes. Of pop: the texts, one a line
 """
@@ -33,14 +35,19 @@ from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES
 from mqstore.layout.record import MIN_RECORD_BYTES, QUEUE_OFFSET_AT
 from mqstore.log.commitlog import QueueRef, SendReceipt, SendReceipts
 from mqstore.log.message import Message, UnitBatch, records_of
+from mqstore.remoting.calls import error_of
 
 Fields = Mapping[str, str]
-SHORT: Final = frozenset((31010, 31011, 31016, 31050, 31051))
+SHORT: Final = frozenset((31007, 31010, 31011, 31016, 31050, 31051))
 """Codes of the calls that have a short form."""
 OPTIONS: Final = ("tag", "keys", "unique_key", "message_group")
 """Options of a short put."""
 _TEXT_MAX: Final = 512
 _RECEIPT: Final = Struct(">iqqiq")
+_RECEIPTS: Final = {
+    size: each for host in (IPV4_BYTES, IPV6_BYTES) if (size := (each := Struct(f">iqqiq{host}s")).size)
+}
+"""Receipts with their hosts, by their size."""
 _QUEUE: Final = Struct(">i")
 _CHUNK: Final = Struct(">iqqq")
 _RECORD: Final = Struct(f">i{QUEUE_OFFSET_AT - 4}xq")
@@ -91,6 +98,47 @@ def receipt_of(topic: str, unique_key: str | None, data: bytes) -> SendReceipt:
         raise FormatError(f"a receipt of {len(data)} bytes", "body", 0)
     queue_id, offset, physical_offset, size, stamp = _RECEIPT.unpack_from(data)
     return SendReceipt((QueueRef(topic, queue_id), offset, physical_offset, size, stamp, host, unique_key))
+
+
+def outcomes_answer(outcomes: Iterable[SendReceipt | bytes]) -> tuple[dict[str, Any], bytes]:
+    """Return fields and body of the answer to a `puts`: the receipt of each message, or its error as a body."""
+    failed, errors, receipts = list[str](), list[bytes](), list[bytes]()
+    pack = _RECEIPT.pack
+    for i, outcome in enumerate(outcomes):
+        if isinstance(outcome, bytes):
+            failed.append(str(i))
+            errors += (_QUEUE.pack(len(outcome)), outcome)
+        else:
+            (_, queue_id), offset, physical_offset, size, stamp, host, *_ = outcome
+            receipts += (pack(queue_id, offset, physical_offset, size, stamp), host)
+    return {"failed": " ".join(failed)} if failed else {}, b"".join((*errors, *receipts))
+
+
+def each_receipt(topic: str, count: int, fields: Fields, data: bytes) -> list[SendReceipt | Exception]:
+    """Return the receipt or error of each of the `count` messages of a `puts`. Raises FormatError."""
+    try:
+        failed, at = [int(number) for number in fields.get("failed", "").split()], 0
+        errors: list[tuple[int, Exception]] = []
+        for number in failed:
+            [size] = _QUEUE.unpack_from(data, at)
+            errors.append((number, error_of(1, None, data[at + _QUEUE.size : at + _QUEUE.size + size])))
+            at += _QUEUE.size + size
+        stored = count - len(failed)
+        width = (len(data) - at) // stored if stored else 0
+        refs: dict[int, QueueRef] = {}
+        found: list[SendReceipt | Exception] = []
+        for queue_id, offset, physical_offset, size, stamp, host in (
+            _RECEIPTS[width].iter_unpack(data[at:]) if stored else ()
+        ):
+            ref = refs.get(queue_id) or refs.setdefault(queue_id, QueueRef(topic, queue_id))
+            found.append(SendReceipt((ref, offset, physical_offset, size, stamp, host, None)))
+        for number, problem in errors:
+            found.insert(number, problem)
+    except (error, KeyError, ValueError):
+        found = []
+    if len(found) != count:
+        raise FormatError("the receipts are damaged", "body", 0)
+    return found
 
 
 def receipts_bytes(receipts: SendReceipts) -> bytes:

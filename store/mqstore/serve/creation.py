@@ -198,7 +198,7 @@ def of_own(server: Server, name: str, given: Mapping[str, Any]) -> list[Wanted]:
 
 
 _OWN: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("put", "put_many"), "topic"),
+    **dict.fromkeys(("put", "put_many", "session.puts"), "topic"),
     **dict.fromkeys(("commit", "read", "start_of", "pop", "add_pop_waiter"), "group"),
 }
 _OWN_DELAYS: Final = frozenset(("delay", "deliver_at", "delay_level"))

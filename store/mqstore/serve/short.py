@@ -7,14 +7,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from mqstore.errors import ConfigError
-from mqstore.log.commitlog import SendReceipts
+from mqstore.log.commitlog import SendReceipt, SendReceipts
 from mqstore.log.message import records_of
+from mqstore.remoting.calls import error_body, is_known
 from mqstore.remoting.short import (
     OPTIONS,
     Fields,
     bodies_of,
     deliveries_answer,
     number,
+    outcomes_answer,
     receipt_bytes,
     receipts_bytes,
 )
@@ -38,6 +40,7 @@ class Short:
         self._forms: Mapping[str, Callable[[Call, Spec, Fields], None]] = {
             "put": self._put,
             "put_many": self._put_many,
+            "session.puts": self._puts,
             "read": self._read,
             "pop": self._pop,
             "ack": self._ack,
@@ -71,6 +74,23 @@ class Short:
             call.reply(body=receipts_bytes(receipts))
 
         self._do(call, spec, {}, partial(self._broker.put_many, fields["topic"], bodies, queue_id=queue_id), answer)
+
+    def _puts(self, call: Call, spec: Spec, fields: Fields) -> None:
+        queue_id = number(fields, "queueId") if "queueId" in fields else None
+        put, topic, bodies = self._broker.put, fields["topic"], bodies_of(call.frame.body)
+
+        def outcome(body: bytes) -> SendReceipt | bytes:
+            try:
+                return put(topic, body, queue_id=queue_id)
+            except Exception as error:
+                if not is_known(error):
+                    raise
+                return error_body(error)
+
+        def answer(found: Any) -> None:
+            call.reply(fields=found[0], body=found[1])
+
+        self._do(call, spec, {}, lambda: outcomes_answer(map(outcome, bodies)), answer)
 
     def _read(self, call: Call, spec: Spec, fields: Fields) -> None:
         result = self._broker.read(
