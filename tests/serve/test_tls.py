@@ -5,19 +5,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import ssl
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import mqstore.aio
 from mqstore import Store
-from mqstore.errors import ConfigError
+from mqstore.errors import ConfigError, ConnectionLostError
 from mqstore.remoting.frames import Frame, encode
-from mqstore.serve import listening, tls_context
+from mqstore.serve import Users, listening, tls_context
 from tests.serve.support import ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, Client, serving, started
 from tests.tools.support import mqstore as command
+from tests.waiting import until
 
 PEM = Path(__file__).parent / "localhost.pem"
 
@@ -54,6 +59,85 @@ def test_answers_of_many_pulls_arrive_over_tls(address: tuple[str, int], store: 
     with secured(address) as client:
         client.socket.sendall(b"".join(encode(Frame(PULL, texts, opaque=pull)) for pull in range(100, 200)))
         assert {len(client.answer(pull).body) > 1 << 18 for pull in range(100, 200)} == {True}
+
+
+# -- mqstore's own clients --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "tls", [PEM, str(PEM), ssl.create_default_context(cafile=str(PEM))], ids=lambda tls: type(tls).__name__
+)
+def test_own_clients_use_tls(address: tuple[str, int], store: Store, tls: Any) -> None:
+    """One thread reads while others send, and a look at a silent connection finds it alive."""
+    seen: list[bytes] = []
+    with mqstore.connect(f"localhost:{address[1]}", tls=tls) as remote:
+        connection: Any = vars(remote.broker)["_connection"]
+        assert connection.line._socket._socket.version() == "TLSv1.3"
+        consumer = remote.push_consumer("g")
+        consumer.subscribe("orders", lambda message: seen.append(message.body))
+        consumer.start()
+        remote.put("orders", bytes(1 << 20))
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda i: remote.put_many("orders", [b"%d" % i] * 20), range(20)))
+        futures = [remote.broker.put_async("orders", b"x") for _ in range(100)]
+        assert len({future.result().physical_offset for future in futures}) == 100
+        until(lambda: len(seen) == 501)
+        consumer.stop()
+        line = connection.line
+        line.received_s -= 60
+        remote.put("orders", b"y")
+        assert connection.line is line
+    assert len(list(store.iter("orders"))) == 502
+
+
+def test_own_clients_of_asyncio_use_tls(address: tuple[str, int]) -> None:
+    async def main() -> str:
+        async with mqstore.aio.connect(f"localhost:{address[1]}", tls=PEM) as remote:
+            return (await remote.put("orders", b"x")).topic
+
+    assert asyncio.run(main()) == "orders"
+
+
+@pytest.mark.parametrize(
+    ("host", "tls", "error", "text"),
+    [
+        ("localhost", True, ConnectionLostError, "self-signed certificate"),
+        ("0.0.0.0", PEM, ConnectionLostError, "IP address mismatch"),
+        ("localhost", PEM.parent / "nothing.pem", ConfigError, "has no certificates"),
+        ("localhost", Path(__file__), ConfigError, "has no certificates"),
+        ("localhost", 3, ConfigError, "tls must be True, an ssl.SSLContext or a file, not 3"),
+    ],
+)
+def test_certificate_that_is_not_trusted_is_refused(
+    address: tuple[str, int], host: str, tls: Any, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        mqstore.connect(f"{host}:{address[1]}", tls=tls, timeout=1)
+
+
+def test_server_without_tls_is_refused(store: Store) -> None:
+    with serving(store) as address, pytest.raises(ConnectionLostError):
+        mqstore.connect(f"localhost:{address[1]}", tls=PEM, timeout=0.5)
+
+
+def test_commands_use_tls_and_keys_of_the_environment(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "users.toml"
+    file.write_text('[operator]\nsecret = "text"\nadmin = true\n')
+    file.chmod(0o600)
+    with serving(store, tls=tls_context(PEM, PEM), users=Users(file)) as address:
+        where = f"localhost:{address[1]}"
+        assert "16" in command("topics", "list", where).stderr
+        for name, value in (("ACCESS_KEY", "operator"), ("SECRET_KEY", "text"), ("CACERT", PEM)):
+            monkeypatch.setenv(f"MQSTORE_{name}", str(value))
+        result = command("topics", "list", where)
+        assert (result.exit_code, "orders" in result.stdout) == (0, True)
+        monkeypatch.setenv("MQSTORE_CACERT", str(Path(__file__)))
+        assert "has no certificates" in command("topics", "list", where).stderr
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("data", [b"\x16" + b"\xff" * 64, bytes.fromhex("16030100050100000103"), b"\xff" * 64])

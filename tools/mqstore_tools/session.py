@@ -56,15 +56,23 @@ class _Target(click.Path):
 target_argument = click.argument("target", metavar="DIR|HOST:PORT", type=_Target())
 
 
+_ENVIRONMENT = {"access_key": "MQSTORE_ACCESS_KEY", "secret_key": "MQSTORE_SECRET_KEY", "tls": "MQSTORE_CACERT"}
+"""Variables with options of `mqstore.connect`. As options of a command everybody on the machine could read the keys."""
+
+
+def _access() -> dict[str, Any]:
+    return {option: value for option, name in _ENVIRONMENT.items() if (value := os.environ.get(name))}
+
+
 def connected(target: Path) -> Any:
     """Return the store of the server at an address, or of the one that has a directory open. None: no server has it.
     Raises ConnectionLostError for an address, and ConfigError for a server of another kind."""
     if is_address(target):
-        return mqstore.connect(os.fspath(target))
+        return mqstore.connect(os.fspath(target), **_access())
     if not (target / "serve.json").is_file():
         return None
     try:
-        return mqstore.connect(target)
+        return mqstore.connect(target, **_access())
     except ConnectionLostError:  # opening it says who has it, if anybody has
         return None
 

@@ -42,6 +42,9 @@ from mqstore.options import Duration, seconds
 from mqstore.queue import QueueOptions
 from mqstore.signalsafe import Lock
 
+if TYPE_CHECKING:
+    from mqstore.remote.dialing import Tls
+
 _LOOK_S = 0.02
 """Time between the looks of a follower, if another process writes the store."""
 _NEW_QUEUES_S = 1.0
@@ -73,13 +76,14 @@ def connect(
     timeout: Duration = 10,
     access_key: str | None = None,
     secret_key: str | None = None,
+    tls: Tls = None,
 ) -> Made[Store]:
     """Connect as `mqstore.connect` does. Use it as `open`."""
 
     def make() -> sync.Store:
         from mqstore.remote.store import RemoteStore
 
-        return RemoteStore(address, timeout=timeout, access_key=access_key, secret_key=secret_key)
+        return RemoteStore(address, timeout=timeout, access_key=access_key, secret_key=secret_key, tls=tls)
 
     return _opened(fspath(address), make)
 

@@ -28,7 +28,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from mqstore.broker.filters.filter import Filter, parse_filter
 from mqstore.broker.redelivery.attempt_journal import UNREAD
@@ -54,6 +54,9 @@ from mqstore.remoting.short import put_fields
 from mqstore.remoting.signing import Signer
 from mqstore.remoting.values import loads, message_of
 from mqstore.version import VERSION
+
+if TYPE_CHECKING:
+    import ssl
 
 _log = logging.getLogger("mqstore")
 
@@ -130,8 +133,9 @@ class RemoteBroker(ShortCalls, PutsInFlight, BrokerContract):
         timeout_s: float = 10.0,
         dial: Callable[[], socket.socket] | None = None,
         sign: Signer | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        """Connect, by `dial` if it is given, and sign each request if there is a `sign`.
+        """Connect, by `dial` if it is given, and sign each request if there is a `sign`. TCP has TLS with `tls`.
         Raises ConnectionLostError, and NotSupportedError for a server that does not speak this protocol."""
         self.clock: Any = _ServerClock()
         self.is_remote, self.own_clock = True, False
@@ -164,6 +168,7 @@ class RemoteBroker(ShortCalls, PutsInFlight, BrokerContract):
             dial=dial,
             sign=sign,
             pack=self.pack,
+            tls=tls,
         )
         self._connection.open()
 

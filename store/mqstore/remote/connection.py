@@ -30,16 +30,19 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import count, filterfalse
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
 from mqstore.errors import ConnectionLostError, FormatError, MQStoreError, StoreBusyError, StoreClosedError
-from mqstore.remote.dialing import address_of, dialed, limit
+from mqstore.remote.dialing import address_of, dialed, limited
 from mqstore.remote.gathering import Gathering
 from mqstore.remoting.codes import GO_AWAY
 from mqstore.remoting.frames import Frame, FrameReader, encode
 from mqstore.remoting.signing import Signer
 from mqstore.signalsafe import Bell, Lock
+
+if TYPE_CHECKING:
+    import ssl
 
 _log = logging.getLogger("mqstore")
 
@@ -87,7 +90,7 @@ class _Waiting:
 class _Line:
     """One socket, until it is lost."""
 
-    def __init__(self, connection: Connection, sock: socket.socket) -> None:
+    def __init__(self, connection: Connection, sock: Any) -> None:
         self._connection = connection
         self._socket = sock
         self._reader = FrameReader(connection.frame_bytes)
@@ -314,6 +317,7 @@ class Connection(Gathering):
         dial: Callable[[], socket.socket] | None = None,
         sign: Signer | None = None,
         pack: Pack | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         """Prepare a connection to `address` (`address_of`). The first call opens it. With `dial`, which returns a
         connected socket, the address is only for texts.
@@ -321,13 +325,13 @@ class Connection(Gathering):
         `ping` is the code of a request that any server answers, if only by an error. `greet(ask)` is called with each
         new line, before anything else is sent on it: `ask(frame)` returns an answer. `requested` takes the requests of
         the server, in the thread that reads: it must not block. `sign` adds the signature to a frame. `pack` makes one
-        call of gathered ones."""
+        call of gathered ones. With `tls`, TCP has TLS, and the certificate must be that of the address."""
         self.address = address
         self.listens = False
         """True if requests of the server are awaited, even when nothing is parked."""
         self.frame_bytes = frame_bytes
         self.ping = ping
-        self._dial = partial(dialed, address_of(address), timeout_s) if dial is None else dial
+        self._dial = partial(dialed, address_of(address), timeout_s, tls) if dial is None else dial
         self._pause_max_s = _PAUSE_MAX_S if dial is None else _PAUSE_MIN_S  # `dial` waits for a server by itself
         self._patience_s = 0.0 if dial is None else timeout_s
         """Time for further attempts to open the first line, to a server that may be about to end."""
@@ -493,8 +497,7 @@ class Connection(Gathering):
 
     def _opened(self) -> _Line:
         sock = self._dial()
-        limit(sock, self._timeout_s / 2)
-        line = _Line(self, sock)
+        line = _Line(self, limited(sock, self._timeout_s / 2))
 
         def ask(frame: Frame) -> Frame:
             call = _Waiting(frame, None, False)

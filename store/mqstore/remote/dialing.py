@@ -1,11 +1,24 @@
-"""Sockets to servers: addresses, connecting, and time limits."""
+"""Sockets to servers: addresses, connecting, TLS, and time limits."""
 
 from __future__ import annotations
 
+import os
+import select
 import socket
 import struct
+from collections.abc import Callable
+from functools import partial
+from os import PathLike
+from typing import TYPE_CHECKING, Any
 
 from mqstore.errors import ConfigError
+from mqstore.signalsafe import Lock
+
+if TYPE_CHECKING:
+    import ssl  # not at run time: most clients need none
+
+    Tls = ssl.SSLContext | str | PathLike[str] | bool | None
+    """Settings of TLS: a context, a file of certificates to trust, True for those of the system, or None for no TLS."""
 
 Address = tuple[str, int] | str
 """Host and port, or the path of a Unix socket."""
@@ -27,11 +40,74 @@ def address_of(text: str) -> Address:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def dialed(address: Address, timeout_s: float) -> socket.socket:
+def tls_context(tls: Tls) -> ssl.SSLContext | None:
+    """Return the context of the option `tls`. Raises ConfigError for a file that has no certificates."""
+    if tls is None or tls is False:
+        return None
+    import ssl
+
+    if isinstance(tls, ssl.SSLContext):
+        return tls
+    try:
+        return ssl.create_default_context(cafile=None if tls is True else os.fspath(tls))
+    except TypeError:
+        raise ConfigError(f"tls must be True, an ssl.SSLContext or a file, not {tls!r:.80}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{os.fspath(tls)} has no certificates in PEM: {error}") from None  # type: ignore[arg-type]
+
+
+class _Secured:
+    """A socket with TLS, for one thread that reads and others that send. A TLS object is for one thread at a time, so
+    each step has a lock, and nobody waits with it."""
+
+    def __init__(self, sock: ssl.SSLSocket, timeout_s: float) -> None:
+        sock.settimeout(0)
+        self._socket, self._timeout_s, self._lock = sock, timeout_s, Lock()
+        self.fileno, self.close, self.detach = sock.fileno, sock.close, sock.detach
+        # Not that of TLS, after which Python would send what another thread has without encryption.
+        self.shutdown = partial(socket.socket.shutdown, sock)
+
+    def _try(self, step: Callable[..., Any], *args: Any) -> Any:
+        import ssl
+
+        while True:
+            try:
+                with self._lock:
+                    return step(*args)
+            except ssl.SSLWantReadError:
+                events = select.POLLIN
+            except ssl.SSLWantWriteError:
+                events = select.POLLOUT
+            poll = select.poll()
+            try:
+                poll.register(self._socket, events)
+            except ValueError:
+                raise ConnectionResetError("the connection was closed") from None
+            if not poll.poll(self._timeout_s * 1000):
+                raise TimeoutError("timed out")
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        if flags:  # a look, without waiting: at the bytes of the network
+            return socket.socket.recv(self._socket, size, flags)
+        data: bytes = self._try(self._socket.recv, size)
+        return data
+
+    def sendall(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[self._try(self._socket.send, view) :]
+
+
+def dialed(address: Address, timeout_s: float, tls: ssl.SSLContext | None = None) -> socket.socket:
+    """Return a connected socket, over TCP with TLS if there is a context. Raises OSError."""
     if not isinstance(address, str):
         sock = socket.create_connection(address, timeout_s)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return sock
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return sock if tls is None else tls.wrap_socket(sock, server_hostname=address[0])
+        except BaseException:
+            sock.close()
+            raise
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(timeout_s)
@@ -42,8 +118,10 @@ def dialed(address: Address, timeout_s: float) -> socket.socket:
     return sock
 
 
-def limit(sock: socket.socket, timeout_s: float) -> None:
-    """Have calls on a socket end after a time, by the kernel. Python would poll first: one more system call."""
+def limited(sock: socket.socket, timeout_s: float) -> Any:
+    """Return a socket whose calls end after a time. The kernel does it: Python would poll first, a system call more."""
+    if hasattr(sock, "context"):
+        return _Secured(sock, timeout_s)  # type: ignore[arg-type]
     if type(sock) is socket.socket:
         sock.settimeout(None)
         seconds, rest = divmod(round(timeout_s * 1e6), 1_000_000)
@@ -51,3 +129,4 @@ def limit(sock: socket.socket, timeout_s: float) -> None:
             sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, rest))
     else:
         sock.settimeout(timeout_s)
+    return sock

@@ -13,7 +13,7 @@ from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 from weakref import WeakSet
 
 from mqstore.broker.admin.operations import Operations
@@ -28,9 +28,13 @@ from mqstore.log.snapshot.copy import SnapshotReport
 from mqstore.options import Duration, seconds
 from mqstore.remote.broker import RemoteBroker
 from mqstore.remote.cluster.broker import ClusterBroker
-from mqstore.remoting.signing import Signer, signer
+from mqstore.remote.dialing import tls_context
+from mqstore.remoting.signing import signer
 from mqstore.signalsafe import Bell
 from mqstore.store import Store
+
+if TYPE_CHECKING:
+    from mqstore.remote.dialing import Tls
 
 _ANNOUNCEMENT, _ANNOUNCEMENT_BYTES = "serve.json", 1 << 16
 
@@ -131,13 +135,14 @@ class RemoteStore(Store):
         timeout: Duration = 10,
         access_key: str | None = None,
         secret_key: str | None = None,
+        tls: Tls = None,
         dial: Callable[[], socket.socket] | None = None,
     ) -> None:
         """Connect as `mqstore.connect` does, or by `dial`, which returns a connected socket."""
         self._prepare()
         timeout_s = seconds(timeout, "timeout")
-        sign = signer(access_key, secret_key)
-        broker: Any = _connected(os.fspath(address), timeout_s, dial, sign)
+        options = {"sign": signer(access_key, secret_key), "tls": tls_context(tls)}
+        broker: Any = _connected(os.fspath(address), timeout_s, dial, options)
         self._broker = broker
         self.log: Any = RemoteLog(broker)
         self._register()
@@ -203,20 +208,20 @@ class RemoteStore(Store):
 
 
 def _connected(
-    address: str, timeout_s: float, dial: Callable[[], socket.socket] | None, sign: Signer | None
+    address: str, timeout_s: float, dial: Callable[[], socket.socket] | None, options: dict[str, Any]
 ) -> RemoteBroker | ClusterBroker:
     """Connect to a server, or to the cluster of a name server, which knows no hello."""
     if dial is None and ";" in address:
-        return ClusterBroker(address, timeout=timeout_s, sign=sign)
+        return ClusterBroker(address, timeout=timeout_s, **options)
     if dial is not None or not os.path.isdir(address):
         try:
-            return RemoteBroker(address, timeout_s=timeout_s, dial=dial, sign=sign)  # type: ignore[abstract]  # methods are set by the table
+            return RemoteBroker(address, timeout_s=timeout_s, dial=dial, **options)  # type: ignore[abstract]  # methods are set by the table
         except NotSupportedError:
-            return ClusterBroker(address, timeout=timeout_s, sign=sign)
+            return ClusterBroker(address, timeout=timeout_s, **options)
     failure = ConnectionLostError(f"no server has {address} open; start one with: mqstore serve {address}", sent=False)
     for endpoint, has_lock in _announced(Path(address)):
         try:
-            broker = RemoteBroker(endpoint, timeout_s=timeout_s, sign=sign)  # type: ignore[abstract]
+            broker = RemoteBroker(endpoint, timeout_s=timeout_s, **options)  # type: ignore[abstract]
         except ConnectionLostError as error:
             failure = error if has_lock else failure
             continue
@@ -263,6 +268,7 @@ def connect(
     timeout: Duration = 10,
     access_key: str | None = None,
     secret_key: str | None = None,
+    tls: Tls = None,
 ) -> RemoteStore:
     """Connect to a store that another process serves (`mqstore serve`), or to an Apache RocketMQ cluster.
 
@@ -272,8 +278,11 @@ def connect(
     seconds, and are repeated if that is harmless. A put is repeated only with a `unique_key`.
 
     With `access_key` and `secret_key` each request is signed, for a server with `--auth`, where the key must be one of
-    an administrator, or a cluster with access keys. A Unix socket needs none.
+    an administrator, or a cluster with access keys. With `tls` connections by TCP use TLS, for a server with
+    `--tls-cert` or such a cluster. It is a file of certificates to trust, in PEM, True for those that the system
+    trusts, or an `ssl.SSLContext`. The certificate must name the host of the address. A Unix socket needs neither.
 
-    Raises ConnectionLostError without a server, ConfigError for an address or a server of another kind.
+    Raises ConnectionLostError without a server or with an untrusted one, ConfigError for an address or a server of
+    another kind.
     """
-    return RemoteStore(address, timeout=timeout, access_key=access_key, secret_key=secret_key)
+    return RemoteStore(address, timeout=timeout, access_key=access_key, secret_key=secret_key, tls=tls)

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mqstore.clock import SYSTEM_CLOCK
 from mqstore.contract import BlockedQueue, DeadLetters, Event, Limits, OffsetCalls
@@ -38,6 +38,9 @@ from mqstore.remote.cluster.transactions import Transactions
 from mqstore.remoting.codes import Code
 from mqstore.remoting.frames import Frame
 from mqstore.remoting.signing import Signer
+
+if TYPE_CHECKING:
+    import ssl
 
 _log = logging.getLogger("mqstore")
 
@@ -74,6 +77,7 @@ class ClusterBroker(Sends, Pops):
         timeout: Duration = 10,
         client_id: str | None = None,
         sign: Signer | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         """Connect. `addresses` is "host:port;host:port" of the name servers, or several texts. Raises ConfigError for
         bad ones, and ConnectionLostError if no name server answers."""
@@ -82,7 +86,7 @@ class ClusterBroker(Sends, Pops):
         if not names:
             raise ConfigError(f"a cluster is given by its name servers, as in 'host:9876', not by {addresses!r}")
         client = client_id or f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        links = Links(names, timeout_s=seconds(timeout, "timeout"), client_id=client, sign=sign)
+        links = Links(names, timeout_s=seconds(timeout, "timeout"), client_id=client, sign=sign, tls=tls)
         self._links = links
         self.name = links.name
         self.clock = SYSTEM_CLOCK

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import count
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from mqstore.errors import (
     ConfigError,
@@ -41,6 +41,9 @@ from mqstore.remoting.frames import Frame
 from mqstore.remoting.signing import Signer
 from mqstore.signalsafe import Bell, Lock
 from mqstore.threads import start_thread
+
+if TYPE_CHECKING:
+    import ssl
 
 _log = logging.getLogger("mqstore")
 
@@ -94,7 +97,13 @@ class Links:
     """Connections and routes of one client. Thread-safe."""
 
     def __init__(
-        self, name_servers: Collection[str], *, timeout_s: float, client_id: str, sign: Signer | None = None
+        self,
+        name_servers: Collection[str],
+        *,
+        timeout_s: float,
+        client_id: str,
+        sign: Signer | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.client_id = client_id
         self.name = ";".join(name_servers)
@@ -103,8 +112,8 @@ class Links:
         """Function for requests of brokers, called in the background thread."""
         self.topics_changed: Callable[[str], object] = lambda topic: None
         """Function called with a topic whose route has changed, in the background thread."""
-        self._timeout_s, self._sign = timeout_s, sign
-        self._names = [Connection(each, timeout_s=timeout_s, sign=sign) for each in name_servers]
+        self._timeout_s, self._sign, self._tls = timeout_s, sign, tls
+        self._names = [Connection(each, timeout_s=timeout_s, sign=sign, tls=tls) for each in name_servers]
         self._addresses: dict[str, str] = {}
         self._links: dict[tuple[str, str], Connection] = {}
         self._routes: dict[str, tuple[float, RoutedTopic | None]] = {}
@@ -344,6 +353,7 @@ class Links:
                     timeout_s=self._timeout_s,
                     ping=_PING,
                     sign=self._sign,
+                    tls=self._tls,
                     requested=lambda frame: self.later(0, lambda: self.requested(broker, frame)),
                 )
                 self._links[address, member] = link
