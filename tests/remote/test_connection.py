@@ -247,13 +247,6 @@ def behind(tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-def serving(behind: Store) -> Iterator[Serving]:
-    serving = Serving(behind.broker)
-    yield serving
-    serving.close()
-
-
-@pytest.fixture
 def store(serving: Serving) -> Iterator[Store]:
     with mqstore.connect(serving.address) as store:
         yield store

@@ -45,13 +45,6 @@ def behind(tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-def serving(behind: Store) -> Iterator[Serving]:
-    serving = Serving(behind.broker)
-    yield serving
-    serving.close()
-
-
-@pytest.fixture
 def remote(serving: Serving) -> Iterator[RemoteBroker]:
     broker = RemoteBroker(serving.address)
     yield broker
