@@ -168,7 +168,7 @@ SETTLED = ("members.", "locks.", "transactions.", "add_", "wake_one", "topics.cr
 def settle(broker: remote.RemoteBroker, name: str = "members.") -> None:
     """Return once everything that the server has sent so far has been taken in, and callbacks have run."""
     line = broker._connection.line
-    if not name.startswith(SETTLED) or broker.closed or line is None or line._turn.is_held_here:
+    if not name.startswith(SETTLED) or broker.closed or line is None or line.turn.is_held_here:
         return
     for _ in range(3):  # a callback may call, and have other callbacks called
         remote.RemoteBroker._call(broker, "session.ping", (), {})
