@@ -66,8 +66,10 @@ def in_threads(path: Path, seed: int) -> int:
     rng = random.Random(seed)
     store = calls.open_store(path)
     store.create_topic("t", queues=4)  # an interrupted put may not have created it before the first read
-    signals = Signals()
     works = {name: calls.Work(store, make(store)) for name, (make, _) in calls.CALLS.items()}
+    for name, work in works.items():  # imports modules: of a class, Python makes an interrupt there a RuntimeError
+        calls.CALLS[name][1](work)
+    signals = Signals()
     failures: list[BaseException] = []
 
     def beside(number: int) -> None:
