@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,20 @@ def test_reason_of_a_failed_item_survives_compaction_and_restart(bench: Bench) -
 
     assert reasons(bench) == [("retry", 2, "ValueError: no")]
     assert bench.broker.items.counts("t", "t")["retry"] == 1
+
+
+@pytest.mark.parametrize("order", [False, True])
+@pytest.mark.parametrize("done", [0, 30], ids=["many_in_flight", "few_in_flight"])
+def test_pages_of_one_item_are_together_all_items(bench: Bench, done: int, order: bool) -> None:
+    keys = [f"{i:02}" for i in range(34)]
+    bench.put(*keys)
+    receipts = bench.pop(32, order=order)
+    bench.broker.ack("t", "t", receipts[1 : 1 + done])
+
+    found = islice(bench.items(limit=1), len(keys) + 1)  # otherwise pages that repeat would have no end
+
+    wanted = [f"{key} leased" for key in (keys[0], *keys[1 + done : 32])] + ["32 ready", "33 ready"]
+    assert [f"{item.message.body.decode()} {item.state}" for item in found] == wanted
 
 
 def test_page_has_a_limit_of_bytes(bench: Bench) -> None:
