@@ -124,7 +124,7 @@ def test_load(ask: Ask, case: Case) -> None:
 
 
 def test_many_queues(ask: Ask) -> None:
-    """Share of the messages a second that 10,000 queues keep, beside 100."""
+    """Messages a second with 10,000 queues, compared with 100."""
     few, many = (Case(rate=10_000, queues=ask.scaled(queues)) for queues in (100, 10_000))
     rounds = [(many.run(push, ask.share), few.run(push, ask.share)) for _ in range(min(ask.rounds, MOST_ROUNDS))]
     ask.latencies([latencies for (latencies, *_), _ in rounds], 50, None)

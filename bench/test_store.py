@@ -348,7 +348,7 @@ def sweep(directory: Path, load: Load, *, check: Check, queues: int = 4, segment
 @pytest.mark.parametrize(("check", "goal"), [(verified, 4), (planned, 8)])
 @pytest.mark.parametrize(("many", "messages"), [({"queues": 3000}, 600_000), ({"segment": 8192}, 150_000)])
 def test_sweep(ask: Ask, check: Check, goal: float, many: dict[str, int], messages: int) -> None:
-    """The time of `verify` and `recover --dry-run` with 3,000 queues, or segments of 8 KiB, beside few of them."""
+    """The time of `verify` and `recover --dry-run` with 3,000 queues, or segments of 8 KiB, compared with few."""
     few = Side("few", partial(sweep, check=check))
     bare = Side("bare crc32c, one sweep", partial(sweep, check=summed, **many))
     ask(Side("mqstore", partial(sweep, check=check, **many)), Load(128, messages), {few: 1.5, bare: goal}, by="time")

@@ -486,11 +486,12 @@ class Queue(QueueItems[T]):
 
     def _is_done(self) -> bool | None:
         """Return True if everything is done, False if the rest will not be taken any more, or None."""
-        delayed = 0  # first, because items move from there to the others
-        with suppress(NotSupportedError):  # by a cluster, whose delayed items count once due
-            delayed = self.counts()["delayed"]
-        if not delayed + self.qsize():
-            return True
+        if not self.qsize():  # otherwise the delayed ones, which take longer to count, make no difference
+            delayed = 0  # before the size, because items move from there to the others
+            with suppress(NotSupportedError):  # by a cluster, whose delayed items count once due
+                delayed = self.counts()["delayed"]
+            if not delayed + self.qsize():
+                return True
         return False if self._shut == "all" else None
 
     # -- state ------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ _slice = threading.local()
 
 
 def breathe() -> None:
-    """Let other threads run if this is a background thread that has worked for `_SLICE_S` since the last time."""
+    """Let other threads run if this is a background thread that has worked for `_SLICE_S` without a pause."""
     if time.perf_counter() > getattr(_slice, "end_s", math.inf):
         time.sleep(_BREATH_S)
         _slice.end_s = time.perf_counter() + _SLICE_S

@@ -1,4 +1,4 @@
-/* Writes messages as lines of JSON, like `log/message.py`: `json.dumps(export_row(message))`. */
+/* Writes messages as lines of JSON, like `json_lines` in `log/message.py`. */
 
 #include "native.h"
 

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 SEED = int(os.environ.get("MQSTORE_CAMPAIGN_SEED", 1))
 POINTS = int(os.environ.get("MQSTORE_CAMPAIGN_ROUNDS", 3))
-"""How many points of each call are tried. `make interrupts` says so many as only a snapshot has."""
+"""Number of points tried in each call. `make interrupts` gives more than any call has, except a snapshot."""
 MAX_POINTS = 4000
 SIGNALS = min(50 * POINTS, 5000)
 """To a process that works. They come in bursts: the pauses between them are of random length."""

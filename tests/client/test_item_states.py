@@ -17,7 +17,7 @@ from tests.client.doors import Doors, opened
 from tests.client.popsupport import BOTH
 
 _RETRY = RetryPolicy(9, [5])
-_THEN = pytest.mark.parametrize("then", ["go on", "restart", "crash"])
+_THEN = pytest.mark.parametrize("then", ["continue", "restart", "crash"])
 _WAITING = {
     "ready": "put",
     "delayed": "delay",
@@ -45,7 +45,7 @@ def _make(doors: Doors, queue: Any, steps: str, wait_s: int = 6, **options: Any)
 
 
 def _reopened(doors: Doors, then: str, ordered: bool) -> Any:
-    if then != "go on":
+    if then != "continue":
         getattr(doors, then)()
     return doors.queue(ordered=ordered)
 

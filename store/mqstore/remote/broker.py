@@ -44,13 +44,12 @@ from mqstore.log.message import Message
 from mqstore.log.writing.outgoing import Body, OutgoingMessage, flat_body
 from mqstore.options import Duration, StoreConfig
 from mqstore.remote.connection import Connection
-from mqstore.remote.inflight import PutsInFlight, may_repeat, receipt_in
+from mqstore.remote.inflight import PutsInFlight, long_request, may_repeat, put_request, receipt_in
 from mqstore.remote.letters import RemoteLetters
 from mqstore.remote.short import ShortCalls, result_of
 from mqstore.remoting.calls import CALLS, CHECK, NEWS, PROTOCOL, TABLES, Call
 from mqstore.remoting.codes import NOT_SUPPORTED
 from mqstore.remoting.frames import Frame
-from mqstore.remoting.short import put_fields
 from mqstore.remoting.signing import Signer
 from mqstore.remoting.values import loads, message_of
 from mqstore.version import VERSION
@@ -336,14 +335,13 @@ class RemoteBroker(ShortCalls, PutsInFlight, BrokerContract):
 
     def put(self, topic: str, body: Body, *, queue_id: int | None = None, **options: Any) -> SendReceipt:
         call = CALLS["put"]
-        fields = put_fields(topic, queue_id, options) if type(body) is bytes else None
-        data: Any = body if fields is not None else call.request(_given(topic, body, queue_id, options))
+        fields, data = put_request(topic, body, queue_id, options)
         try:
             answer = self._connection.call(call.code, data, fields=fields)
         except ConnectionLostError as lost:
             if not lost.sent or not may_repeat(options):
                 raise
-            data, fields = call.request(_given(topic, body, queue_id, options)), None
+            fields, data = None, long_request(topic, body, queue_id, options)
             answer = self._connection.call(call.code, data, fields={"again": "1"}, repeat=True)
         return receipt_in(topic, options, fields, answer)
 
@@ -454,10 +452,6 @@ class RemoteBroker(ShortCalls, PutsInFlight, BrokerContract):
         self._connection.close()
         self._news.end()
         self._asked.end()
-
-
-def _given(topic: str, body: Body, queue_id: int | None, options: dict[str, Any]) -> dict[str, Any]:
-    return {"topic": topic, "body": body, "queue_id": queue_id, **options}
 
 
 def _chunks(bodies: Iterable[Body | OutgoingMessage]) -> Iterator[list[Body | OutgoingMessage]]:

@@ -71,7 +71,7 @@ class Gathering:
         self.read_soon()
 
     def read_soon(self) -> None:
-        """Have the background thread send and read gathered calls without waiting for somebody else to do it."""
+        """Have the background thread send and read gathered calls at once."""
         self.hurry = True
         if (line := self.line) is not None:
             line.send_gathered(in_turn=True)

@@ -92,10 +92,15 @@ class PutsInFlight:
         except MQStoreError as error:
             found = [error] * len(futures)
         for i, future in enumerate(futures):
-            # An exception has a traceback of its own for each. One that an interrupt has left gathered is done.
-            result = found[i] if found else self._lost() if answer is None else error_of(*_failure(answer))
-            if future.done():
+            if future.done():  # an interrupt has left it gathered
                 continue
+            result: SendReceipt | Exception
+            if found:
+                result = found[i]
+            elif answer is None:
+                result = self._lost()
+            else:  # an exception has a traceback of its own for each
+                result = error_of(answer.code, answer.remark, answer.body)
             if isinstance(result, SendReceipt):
                 future.set_result(result)
             else:
@@ -105,9 +110,7 @@ class PutsInFlight:
         self, topic: str, body: Body, queue_id: int | None, options: dict[str, Any], future: Put
     ) -> tuple[Frame, Answered]:
         """Return the frame of one put. With a unique key it is put again if its answer is lost, and stored once."""
-        given = {"topic": topic, "body": body, "queue_id": queue_id, **options}
-        fields = put_fields(topic, queue_id, options) if type(body) is bytes else None
-        data: Any = body if fields is not None else _PUT.request(given)
+        fields, data = put_request(topic, body, queue_id, options)
 
         def answered(answer: Frame | None) -> None:
             if answer is not None:
@@ -119,7 +122,8 @@ class PutsInFlight:
 
         def again() -> None:
             try:
-                self._connection.park(_PUT.code, last, _PUT.request(given), fields={"again": "1"})
+                long = long_request(topic, body, queue_id, options)
+                self._connection.park(_PUT.code, last, long, fields={"again": "1"})
             except MQStoreError as error:
                 future.set_exception(error)
 
@@ -136,6 +140,20 @@ class PutsInFlight:
         return ConnectionLostError(f"the connection to {address} was lost: the message is perhaps stored", sent=True)
 
 
+def put_request(
+    topic: str, body: Body, queue_id: int | None, options: dict[str, Any]
+) -> tuple[dict[str, Any] | None, bytes]:
+    """Return fields and body of the request for a put. The fields are None if it must be a long one."""
+    if type(body) is bytes and (fields := put_fields(topic, queue_id, options)) is not None:
+        return fields, body
+    return None, long_request(topic, body, queue_id, options)
+
+
+def long_request(topic: str, body: Body, queue_id: int | None, options: dict[str, Any]) -> bytes:
+    """Return the body of a long request for a put."""
+    return _PUT.request({"topic": topic, "body": body, "queue_id": queue_id, **options})
+
+
 def receipt_in(topic: str, options: dict[str, Any], fields: object, answer: Frame) -> SendReceipt:
     """Return the receipt in the answer to a put, which was short with `fields`, or raise its error."""
     if fields is None or answer.code:
@@ -147,10 +165,6 @@ def receipt_in(topic: str, options: dict[str, Any], fields: object, answer: Fram
 def may_repeat(options: dict[str, Any]) -> bool:
     """Return True if a put whose answer was lost is found by its unique key."""
     return options.get("unique_key") is not None and all(options.get(name) is None for name in _DELAYS)
-
-
-def _failure(answer: Frame) -> tuple[int, str | None, bytes]:
-    return answer.code, answer.remark, answer.body
 
 
 def _settle(future: Future[Any], result: Callable[[], Any]) -> None:

@@ -93,24 +93,21 @@ def receipt_bytes(receipt: SendReceipt) -> bytes:
 
 def receipt_of(topic: str, unique_key: str | None, data: bytes) -> SendReceipt:
     """Return a receipt. Raises FormatError."""
-    host = data[_RECEIPT.size :]
-    if len(host) not in (IPV4_BYTES, IPV6_BYTES):
+    if (form := _RECEIPTS.get(len(data))) is None:
         raise FormatError(f"a receipt of {len(data)} bytes", "body", 0)
-    queue_id, offset, physical_offset, size, stamp = _RECEIPT.unpack_from(data)
+    queue_id, offset, physical_offset, size, stamp, host = form.unpack(data)
     return SendReceipt((QueueRef(topic, queue_id), offset, physical_offset, size, stamp, host, unique_key))
 
 
 def outcomes_answer(outcomes: Iterable[SendReceipt | bytes]) -> tuple[dict[str, Any], bytes]:
     """Return fields and body of the answer to a `puts`: the receipt of each message, or its error as a body."""
     failed, errors, receipts = list[str](), list[bytes](), list[bytes]()
-    pack = _RECEIPT.pack
     for i, outcome in enumerate(outcomes):
         if isinstance(outcome, bytes):
             failed.append(str(i))
             errors += (_QUEUE.pack(len(outcome)), outcome)
         else:
-            (_, queue_id), offset, physical_offset, size, stamp, host, *_ = outcome
-            receipts += (pack(queue_id, offset, physical_offset, size, stamp), host)
+            receipts.append(receipt_bytes(outcome))
     return {"failed": " ".join(failed)} if failed else {}, b"".join((*errors, *receipts))
 
 

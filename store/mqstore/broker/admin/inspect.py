@@ -561,7 +561,8 @@ def _transactions(tables: Tables, transactions: Transactions) -> dict[str, Any]:
     low, high = store.offsets_or_none(TRANS_CHECK_TOPIC, 0) or (0, 0)
     newest = []
     for message in messages_of(store, TRANS_CHECK_TOPIC, max(low, high - _GIVEN_UP_SHOWN), high):
-        row = {name: message.stored_properties().get(stored) for name, stored in _GIVEN_UP.items()}
+        properties = message.stored_properties()
+        row = {name: properties.get(stored) for name, stored in _GIVEN_UP.items()}
         newest.append(row | {"queue_offset": message.offset, "store_timestamp_ms": message.store_timestamp_ms})
     return {"open": transactions.open_count(), "given_up": high - low, "newest_given_up": newest}
 

@@ -183,10 +183,11 @@ class QueueState(QueueFields):
     def replace(self, batch: Batch, offsets: Sequence[int]) -> None:
         """Add a batch of offsets that were popped before.
         These offsets leave their older batches."""
-        for offset in () if self.in_flight.keys().isdisjoint(offsets) else offsets:
-            old = self.in_flight.pop(offset, None)
-            if old is not None:
-                self._strike(old, old.bit(offset))
+        if not self.in_flight.keys().isdisjoint(offsets):  # usually they are: a replay adds each batch once
+            for offset in offsets:
+                old = self.in_flight.pop(offset, None)
+                if old is not None:
+                    self._strike(old, old.bit(offset))
         self.add(batch, offsets)
         self.last_pop_ms = max(self.last_pop_ms, batch.pop_time_ms)
 

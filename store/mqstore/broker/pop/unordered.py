@@ -382,11 +382,12 @@ class UnorderedQueues:
         limit, begun = self._tables.limit(group), self._tables.begun
         if kernel is None or (begun is not None and group in begun.suspects.left):
             return 0
-        _, alike = next(groupby([batch.pop_time_ms for _, batch in due[at : at + _COPIES]]))
-        some = list(messages[at : at + len([*alike])])
         last = math.inf if limit is None else limit - 1
-        others = (i for i, each in enumerate(some) if each is None or each.reconsume_times >= last)
-        del some[next(others, len(some)) :]
+        some: list[Message] = []
+        for message, (_, batch) in zip(messages[at : at + _COPIES], due[at : at + _COPIES], strict=True):
+            if message is None or batch.pop_time_ms != pop_time_ms or message.reconsume_times >= last:
+                break
+            some.append(message)
         if not some:
             return 0
         suffixes = {b"": (*self._retry_queue(state), encode_properties({FIRST_POP_TIME: str(pop_time_ms)}))}

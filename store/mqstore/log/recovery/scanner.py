@@ -88,12 +88,10 @@ def first_good_in(
     return None if found is None else segment.start + found
 
 
-def check_at(run: SegmentRun, segment: Segment, at: int, checksum: Checksum, used: int | None = None) -> Check:
-    """Check the record that begins at byte `at` of a segment, as `check_place` does.
-    `used` is the end of its data, None if it must be found."""
+def check_at(run: SegmentRun, segment: Segment, at: int, checksum: Checksum) -> Check:
+    """Check the record that begins at byte `at` of a segment, as `check_place` does."""
     buffer = run.mapping(segment)
-    used = run.data_end(segment, at) if used is None else used
-    return check_place(buffer, at, len(buffer), segment.start + at, checksum, used)
+    return check_place(buffer, at, len(buffer), segment.start + at, checksum, run.data_end(segment, at))
 
 
 def record_at(run: SegmentRun, physical: int, checksum: Checksum) -> Record | None:
@@ -228,10 +226,9 @@ def scan_segment(
                     continue
             if at >= stop:
                 break
-            check = check_at(run, segment, at, checksum, used)
+            check = check_at(run, segment, at, checksum)
             if check.status == "blank":
                 return run.segment_bytes
-            check = check_at(run, segment, at, checksum)
             if blank is not None and stop == len(buffer) and used_end(run, segment, at) == at:
                 blank.add(base + at)
                 break
