@@ -9,7 +9,6 @@ import itertools
 import os
 import random
 import resource
-import select
 import struct
 import sys
 from collections.abc import Callable, Iterator
@@ -54,6 +53,7 @@ from tests.log.support import (
     segment_of,
     units_of,
 )
+from tests.waiting import is_readable
 
 Bounds = dict[tuple[str, int], tuple[int, int]]
 
@@ -285,7 +285,7 @@ def test_copy_beside_a_writer_is_a_prefix(tmp_path: Path) -> None:
     with speaking_child(write) as (_, pipe):
         newest = 0
         for link in (True, False):
-            while newest < 2_000 or select.select([pipe], [], [], 0)[0]:  # from there on the oldest go
+            while newest < 2_000 or is_readable(pipe):  # from there on the oldest go
                 (newest,) = struct.unpack("q", os.read(pipe, 8))
             target = tmp_path / f"copy-{link}"
             report = snapshot_store(root, target, link=link)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,24 @@ def test_no_server_is_an_error_at_once(tmp_path: Path) -> None:
         mqstore.connect(address)
     with pytest.raises(ConnectionLostError, match="mqstore serve"):
         mqstore.connect(tmp_path)
+
+
+def test_idle_connection_with_a_high_descriptor_is_kept(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call after a pause looks whether the server is there. It took each such connection for a lost one."""
+    monkeypatch.setattr("mqstore.remote.connection._STALE_S", 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2_048:
+        pytest.skip("this process may not have so many descriptors")
+    with ExitStack() as files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2_048), hard))
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while files.enter_context(open(os.devnull)).fileno() < 1_024:
+            pass
+        with mqstore.connect(serving.address) as store:
+            line = store.broker._connection.line
+            assert line._socket.fileno() > 1_023
+            store.put("t", b"a")
+            assert store.broker._connection.line is line
 
 
 def test_directory_of_a_server_is_an_address(behind: Store, serving: Serving) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import mmap
-import select
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.remoting.frames import Frame, encode
 from mqstore.serve import listening
 from tests.serve.support import ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, Client, Limits, serving
+from tests.waiting import is_readable
 
 
 def resident_bytes() -> int:
@@ -184,7 +184,7 @@ def test_connections_above_the_limit_wait_until_one_is_closed(
             third = Client(address)
             waiting = third.send(ROUTE, {"topic": "orders"})
             assert first.ask(ROUTE, {"topic": "orders"}).code == 0
-            assert not select.select([third.socket], [], [], 0.1)[0]
+            assert not is_readable(third.socket, 0.1)
         with third:
             assert third.answer(waiting).code == 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import select
 import signal
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from mqstore import Profile, SendReceipt, SimulatedClock
 from tests.log.support import flip_log, open_store
 from tests.tools.damages import DAMAGES, filled
 from tests.tools.support import mqstore, process
+from tests.waiting import is_readable
 
 
 @pytest.fixture
@@ -245,7 +245,7 @@ def test_follow_alone_leaves_out_what_is_there(tmp_path: Path) -> None:
         child = process("get", tmp_path / "s", "--topic", "orders", "--follow", "--json")
         assert child.stdout is not None
         try:
-            while not select.select([child.stdout], [], [], 0.1)[0]:
+            while not is_readable(child.stdout, 0.1):
                 store.put("orders", b"new")
                 store.dispatch()
             line = child.stdout.readline()

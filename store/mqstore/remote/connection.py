@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
 from mqstore.errors import ConnectionLostError, FormatError, MQStoreError, StoreBusyError, StoreClosedError
-from mqstore.remote.dialing import address_of, dialed, limited
+from mqstore.remote.dialing import address_of, dialed, is_ready, limited
 from mqstore.remote.gathering import Gathering
 from mqstore.remoting.codes import GO_AWAY
 from mqstore.remoting.frames import Frame, FrameReader, encode
@@ -272,9 +272,9 @@ class _Line:
         """Return True if the line is lost, or the server has closed it and nobody has read that yet."""
         if self.lost is None and time.monotonic() - self.received_s > _STALE_S and not self.waiting:
             try:
-                if select.select([self._socket], [], [], 0)[0] and not self._socket.recv(1, socket.MSG_PEEK):
+                if is_ready(self._socket, select.POLLIN, 0) and not self._socket.recv(1, socket.MSG_PEEK):
                     self.fail("the server has closed it")
-            except (OSError, ValueError) as error:  # ValueError: the socket has just been closed here
+            except OSError as error:
                 self.fail(str(error))
         return self.lost is not None
 

@@ -56,6 +56,17 @@ def tls_context(tls: Tls) -> ssl.SSLContext | None:
         raise ConfigError(f"{os.fspath(tls)} has no certificates in PEM: {error}") from None  # type: ignore[arg-type]
 
 
+def is_ready(sock: Any, events: int, timeout_s: float) -> bool:
+    """Return True once a socket is ready for `events` of `select.poll`, and False after a time.
+    Raises ConnectionResetError if it was closed here."""
+    poll = select.poll()  # not `select.select`, which refuses descriptors above 1,023
+    try:
+        poll.register(sock, events)
+    except ValueError:
+        raise ConnectionResetError("the connection was closed") from None
+    return bool(poll.poll(timeout_s * 1000))
+
+
 class _Secured:
     """A socket with TLS, for one thread that reads and others that send. A TLS object is for one thread at a time, so
     each step has a lock, and nobody waits with it."""
@@ -78,12 +89,7 @@ class _Secured:
                 events = select.POLLIN
             except ssl.SSLWantWriteError:
                 events = select.POLLOUT
-            poll = select.poll()
-            try:
-                poll.register(self._socket, events)
-            except ValueError:
-                raise ConnectionResetError("the connection was closed") from None
-            if not poll.poll(self._timeout_s * 1000):
+            if not is_ready(self._socket, events, self._timeout_s):
                 raise TimeoutError("timed out")
 
     def recv(self, size: int, flags: int = 0) -> bytes:
