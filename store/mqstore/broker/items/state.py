@@ -107,14 +107,15 @@ def status_of(state: QueueState, order: OrderInfo | None, offset: int, now_ms: i
     else:
         batch, until_ms, before = state.fifo, order.visible_at(offset), order.attempt(offset) - 1
         free = order.is_visible(offset, now_ms)
-        failed = batch is not None and offset in (batch.failed or ())
-        if (free or failed) and offset not in order.among(order.released):
+        ended = batch is not None and batch.outcome(offset) is not None
+        if (free or ended) and offset not in order.among(order.released):
             before += 1
         if free:
             return Status("ready", before=before)
-    if batch is not None and batch.is_given(offset):
+    failed = None if batch is None else batch.outcome(offset)
+    if failed is False:
         return Status("delayed", until_ms, before=before)
-    if batch is not None and offset in (batch.failed or ()):
+    if failed:
         blocked = order.suspended.get(offset) if order is not None else None
         error = blocked.error if blocked is not None else state.notes.get(offset, "")
         return Status("retry", until_ms, "", error, before)

@@ -78,7 +78,7 @@ class Batch(BatchFields):
     local: bool
     """True if the receiver is in this process and ends with it."""
     failed: dict[int, bool] | None
-    """Offsets that no receiver holds, and that wait to be redelivered. False: given back without a failed attempt."""
+    """Outcomes of deliveries that no receiver holds, and that wait to be redelivered (`outcome`)."""
 
     def __init__(self, name: int, offsets: Sequence[int], pop_time_ms: int, invisible_ms: int, local: bool) -> None:
         """Take `offsets` in ascending order."""
@@ -102,16 +102,17 @@ class Batch(BatchFields):
 
     def holds(self, offset: int) -> bool:
         """Return True if a receiver in this process holds that delivery."""
-        return self.local and (self.failed is None or offset not in self.failed)
+        return self.local and self.outcome(offset) is None
 
-    def is_given(self, offset: int) -> bool:
-        """Return True if that delivery was given back, so that its attempt does not count."""
-        return self.failed is not None and self.failed.get(offset) is False
+    def outcome(self, offset: int) -> bool | None:
+        """Return True if that delivery has failed, False if it was given back, so that its attempt does not count.
+        None: a receiver holds it."""
+        return None if self.failed is None else self.failed.get(offset)
 
-    def note_failed(self, offset: int, failed: bool, *, given: bool = False) -> None:
-        """Note that a delivery has failed, or with `given` was given back, or is held again."""
-        if failed or given:
-            self.failed = {**(self.failed or {}), offset: not given}
+    def note_outcome(self, offset: int, failed: bool | None) -> None:
+        """Set what `outcome` returns. None: the delivery is held again."""
+        if failed is not None:
+            self.failed = {**(self.failed or {}), offset: failed}
         elif self.failed is not None:
             self.failed.pop(offset, None)
 

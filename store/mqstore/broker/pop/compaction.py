@@ -15,7 +15,7 @@ from contextlib import nullcontext, suppress
 
 from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_KEY, POP_LOG_TOPIC
 from mqstore.broker.pop.ordered import OrderedQueues
-from mqstore.broker.pop.skips import keep
+from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.pop.unordered import UnorderedQueues
 from mqstore.broker.service import Pin, Wake
@@ -31,6 +31,8 @@ _IDLE_MS = 86_400_000
 _REPLAY_RECORDS = 1_000_000
 _REPLAY_SEGMENTS = 4
 """Maximum distance of the oldest open batch from the log end before it is appended again."""
+_SKIPS = 4_096
+"""Maximum number of skipped messages in one record."""
 _ANEW = 4_096
 """Number of batches appended again in one run."""
 
@@ -141,7 +143,7 @@ class PopKeeper:
                         self._unordered.rewrite(state, batch)
                     budget -= 1
                 if state.skipped:
-                    position = min(position, int(min(end, keep(self._tables.log, state, bound))))
+                    position = min(position, self._keep_skips(state, bound, end))
                 oldest = state.oldest()
                 if oldest is not None:
                     position = min(position, oldest.name)
@@ -155,6 +157,18 @@ class PopKeeper:
         position = min(position, self._summed_up)
         if position != self._position():
             offsets.commit(POP_LOG_KEY, position)
+
+    def _keep_skips(self, state: QueueState, bound: int, end: int) -> int:
+        """Append the skipped messages named by records before log position `bound` again.
+        Return the position of the first record that is needed, or `end`."""
+        # Not after each pop: one that fails sets the cursor back. A pop that found only such messages has no record, so
+        # after a kill only the log and the offset table show the cursor.
+        passed = min(state.cursor, max(state.logged, state.committed))
+        state.skipped = {offset: name for offset, name in state.skipped.items() if offset >= passed}
+        old = [offset for offset, name in state.skipped.items() if name < bound]
+        for at in range(0, len(old), _SKIPS):
+            self._tables.skip(state, old[at : at + _SKIPS])
+        return min(end, next(iter(state.skipped.values()), end))
 
     def _rewrite_bound(self, end: int) -> int:
         """Return the log position before which batches are appended again.

@@ -123,21 +123,11 @@ class PopLog:
         return self._put[kind](settled_body(batch, offsets, reason, holder), "append")[1]
 
     def put_change(
-        self,
-        batch: int,
-        offset: int,
-        pop_time_ms: int,
-        invisible_ms: int,
-        *,
-        failed: bool = False,
-        given: bool = False,
-        error: str = "",
-        holder: str = "",
+        self, batch: int, offset: int, times: tuple[int, int], failed: bool | None, error: str, holder: str
     ) -> int:
-        """Append a new visible time of one message. `failed`: no receiver holds it any longer, because of `error`.
-        `given`: neither, and the attempt does not count."""
-        more = _GIVEN if given else _FAILED if failed else ""
-        body = f'{{"k":{batch},"o":{offset},"pt":{pop_time_ms},"it":{invisible_ms}{more}{_because(error, holder)}}}'
+        """Append a new (pop time, invisible ms) of one message. `failed` is its `Batch.outcome`, because of `error`."""
+        more = ("" if failed is None else _FAILED if failed else _GIVEN) + _because(error, holder)
+        body = f'{{"k":{batch},"o":{offset},"pt":{times[0]},"it":{times[1]}{more}}}'
         return self._put[CHANGE](body.encode(), "append")[1]
 
     def put_reset(self, head: str, offset: int, *, reads: bool = False) -> int:

@@ -21,12 +21,10 @@ from collections.abc import Iterable
 
 from mqstore.broker.filters.filter import Filter
 from mqstore.broker.pop.batch import pop_time
-from mqstore.broker.pop.expiry import unexpired
 from mqstore.broker.pop.log import ACK, GIVE, REVIVE, order_members
 from mqstore.broker.pop.orderinfo import BATCH_MAX, OrderInfo
 from mqstore.broker.pop.receipts import Claim, expired, receipt_head
 from mqstore.broker.pop.request import Delivery, PopRequest
-from mqstore.broker.pop.skips import skip
 from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.redelivery.attempt_journal import PROCESS_ENDED
@@ -113,7 +111,7 @@ class OrderedQueues:
         while len(found) < room and (state.ahead or (not found and self._tables.read_ahead(state, only))):
             taken = state.take_ahead(room - len(found))
             if state.expiry is not None:
-                taken = unexpired(self._tables, state, taken, () if last is None else last.offsets)
+                taken = self._tables.unexpired(state, taken, () if last is None else last.offsets)
             found += [message for message in taken if message.offset not in done]
         return found
 
@@ -157,14 +155,12 @@ class OrderedQueues:
         invisible_ms: int,
         *,
         renew: bool = False,
-        failed: bool = False,
-        given: bool = False,
+        failed: bool | None = None,
         error: str = "",
     ) -> str:
         """Make a delivery visible in `invisible_ms` from now. Return its new receipt.
-        The pop time stays, so the old receipt stays valid. The new one differs only in its invisible time. `failed`:
-        the receiver no longer holds the delivery, because of `error`. `given`: it gave it back, and the attempt does
-        not count."""
+        The pop time stays, so the old receipt stays valid. The new one differs only in its invisible time. `failed` is
+        its outcome (`Batch.outcome`), because of `error`."""
         del renew
         if claim.offset < state.cursor:
             return claim.text  # settled before
@@ -175,11 +171,8 @@ class OrderedQueues:
         visible_ms = self._tables.clock.now_ms() + invisible_ms
         # Negative if the clock was set back, so that the pop time is ahead of it.
         invisible_ms = visible_ms - record.pop_time_ms
-        name, pop_time_ms = state.fifo.name, record.pop_time_ms
-        holder, times = state.holder(state.fifo, claim.offset) if failed else "", (pop_time_ms, invisible_ms)
-        self._log.put_change(name, claim.offset, *times, failed=failed, given=given, error=error, holder=holder)
-        state.fifo.note_failed(claim.offset, failed, given=given)
-        change = record.given_back if given else record.moved
+        self._tables.log_change(state, state.fifo, claim.offset, (record.pop_time_ms, invisible_ms), failed, error)
+        change = record.given_back if failed is False else record.moved
         self._orders.put(state.key, change([claim.offset], visible_ms))
         self._tables.announce(state, visible_ms)
         start, shown_ms = record.offsets[0], max(0, invisible_ms)
@@ -208,7 +201,7 @@ class OrderedQueues:
         """Settle a message that no receiver holds, so that it is not delivered any more."""
         record = self._tables.order(state)
         if record is None or state.fifo is None or offset not in record.unacked(state.cursor):
-            skip(self._log, state, [offset])
+            self._tables.skip(state, [offset])
         else:
             self._log.put_settled(ACK, state.fifo.name, [offset])
             self._note_settled(state, record, [offset])
@@ -285,13 +278,10 @@ class OrderedQueues:
         old = state.fifo
         self._name(state, record, record.offsets[-1] + 1, local=old is not None and old.local)
         assert state.fifo is not None
-        for offset in sorted((old.failed if old is not None else None) or ()):
-            later_ms = record.visible_at(offset) - record.pop_time_ms
-            given = old is not None and old.is_given(offset)
+        for offset, failed in sorted(((old.failed if old is not None else None) or {}).items()):
+            times = record.pop_time_ms, record.visible_at(offset) - record.pop_time_ms
             error = record.suspended[offset].error if offset in record.suspended else ""
-            name, times = state.fifo.name, (record.pop_time_ms, later_ms)
-            self._log.put_change(name, offset, *times, failed=True, given=given, error=error)
-            state.fifo.note_failed(offset, True, given=given)
+            self._tables.log_change(state, state.fifo, offset, times, failed, error)
         self._tables.put_order(state, record)
 
 

@@ -247,10 +247,10 @@ class Replay:
         if kind == CHANGE:
             offset, pop_time_ms, invisible_ms = value["o"], value["pt"], value["it"]
             state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
-            batch.note_failed(offset, value.get("n") == 1, given=value.get("g") == 1)
+            batch.note_outcome(offset, _outcome(value))
             if state.in_flight.get(offset) is batch:
                 state.change(batch, offset, pop_time_ms, invisible_ms)
-                if value.get("n") == 1:
+                if _outcome(value) is not None:
                     state.note(offset, str(value.get("e", "")))
         elif kind == GIVE:
             state.release(batch, value["o"])
@@ -263,12 +263,12 @@ class Replay:
         """Apply a settlement or a change to messages of the queue's last batch."""
         if kind == CHANGE:
             state.last_pop_ms = max(state.last_pop_ms, value["pt"])
-            batch.note_failed(value["o"], value.get("n") == 1, given=value.get("g") == 1)
+            batch.note_outcome(value["o"], _outcome(value))
         record = self._orders.get(state.key)
         if record is None or record.pop_time_ms != batch.pop_time_ms:
             return  # the entry is of another batch
         if kind == CHANGE:
-            change = record.given_back if value.get("g") == 1 else record.moved
+            change = record.given_back if _outcome(value) is False else record.moved
             record = change([value["o"]], value["pt"] + value["it"])
         elif kind == GIVE:
             at_ms = min(batch.pop_time_ms, self._tables.clock.now_ms())  # a pop time may be ahead of the clock
@@ -360,7 +360,6 @@ class Replay:
         """Release messages that were only fetched, and record a failed attempt for the others.
         Then later openings do not need the attempt journal. A push consumer renews its deliveries, so their time had
         not run out when the process ended, however late it is now."""
-        log = self._tables.log
         for batch in dict.fromkeys(state.in_flight.values()):
             held = [o for o in batch.open_offsets() if state.in_flight.get(o) is batch and batch.holds(o)]
             fetched, ended = _parted(state.key, held, begun)
@@ -369,22 +368,20 @@ class Replay:
                 self._tables.log_settled(state, GIVE, batch, fetched, REOPENED)
                 state.release(batch, fetched)
             for offset in ended:
-                name, times = self._tables.name_of(state, batch), (batch.pop_time_ms, past_ms)
-                log.put_change(name, offset, *times, failed=True, error=PROCESS_ENDED)
-                state.change(batch, offset, batch.pop_time_ms, past_ms)
-                batch.note_failed(offset, True)
+                times = batch.pop_time_ms, past_ms
+                self._tables.log_change(state, batch, offset, times, True, PROCESS_ENDED)
+                state.change(batch, offset, *times)
         record = self._tables.order(state)
         if record is None or state.fifo is None:
             return
         held = [o for o in record.unacked(state.cursor) if state.fifo.holds(o)]
         fetched, ended = _parted(state.key, held, begun)
         if fetched:
-            log.put_settled(GIVE, state.fifo.name, fetched, REOPENED)
+            self._tables.log.put_settled(GIVE, state.fifo.name, fetched, REOPENED)
             record = record.given_back(fetched, now_ms)
         for offset in ended:
             times = record.pop_time_ms, now_ms - record.pop_time_ms
-            log.put_change(state.fifo.name, offset, *times, failed=True, error=PROCESS_ENDED)
-            state.fifo.note_failed(offset, True)
+            self._tables.log_change(state, state.fifo, offset, times, True, PROCESS_ENDED)
         if held:
             self._orders.put(state.key, record.moved(ended, now_ms))
 
@@ -445,6 +442,11 @@ def _parted(key: QueueKey, held: list[int], begun: AttemptJournal) -> tuple[list
     ended = [offset for offset in held if Address(key.topic, key.queue_id, offset) in noted]
     begun.suspects.add(key.group, [Address(key.topic, key.queue_id, offset) for offset in ended])
     return [offset for offset in held if offset not in ended], ended
+
+
+def _outcome(value: dict[str, Any]) -> bool | None:
+    """Return the outcome of a delivery after a change of its visible time (`Batch.outcome`)."""
+    return value.get("g") != 1 if value.get("n") == 1 else None
 
 
 def _are_numbers(values: Sequence[Any]) -> bool:

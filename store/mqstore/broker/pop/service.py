@@ -303,7 +303,7 @@ class PopService(BackgroundService):
                 for text in texts:
                     try:
                         with self._held(group, topic, text) as (queues, state, claim):
-                            queues.change(state, claim, delay_ms, given=True)
+                            queues.change(state, claim, delay_ms, failed=False)
                     except ReceiptExpiredError:
                         late.append(text)
         if late:

@@ -264,11 +264,15 @@ class QueueState(QueueFields):
         for offset in offsets:
             self.skipped.pop(offset, None)  # to the end: the first entry is the oldest
             self.skipped[offset] = name
-        kept = [message for message in self.ahead[self.ahead_at :] if message.offset not in self.skipped]
+        kept = self.without_skipped(self.ahead[self.ahead_at :])
         if kept:
             self.ahead, self.ahead_at = kept, 0
         else:
             self.drop_ahead()
+
+    def without_skipped(self, messages: list[Message]) -> list[Message]:
+        """Return the messages that may be delivered."""
+        return [message for message in messages if message.offset not in self.skipped] if self.skipped else messages
 
     def skips(self, begin: int = 0) -> dict[int, int]:
         """Return the part of `skipped` from offset `begin` on that the cursor has not passed."""
@@ -305,7 +309,7 @@ class QueueState(QueueFields):
             found = [(offset, self.fifo) for offset in order.held(self.cursor, now_ms)]
         else:
             found = [(offset, self.in_flight.get(offset)) for offset in self.notes]
-        count = Counter(batch.failed.get(offset) for offset, batch in found if batch is not None and batch.failed)
+        count = Counter(batch.outcome(offset) for offset, batch in found if batch is not None)
         return count[True], count[False]
 
     def _compact(self) -> None:

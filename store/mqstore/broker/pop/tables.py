@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from mqstore.broker.context import Parts
+from mqstore.broker.delay.route import number
 from mqstore.broker.filters.filter import Filter
-from mqstore.broker.names import QueueKey
+from mqstore.broker.names import DEAD_LETTER, EXPIRES_MS, QueueKey
 from mqstore.broker.pop.batch import Batch
 from mqstore.broker.pop.journal import ENTRY, ENTRY_ROOM, PopJournal, entry_bytes
 from mqstore.broker.pop.log import ACK, LOCAL, POP, PopLog, pop_body, settled_body
 from mqstore.broker.pop.orderinfo import OrderInfo, OrderInfoTable, record_of
 from mqstore.broker.pop.request import Delivery
-from mqstore.broker.pop.skips import wanted
 from mqstore.broker.pop.state import Counts, QueueState, Standing
 from mqstore.broker.reading import Reads, Start
 from mqstore.broker.redelivery.attempt_journal import Address, AttemptJournal
@@ -267,7 +267,7 @@ class PopTables(PopFields):
             )
             if result.status == "OFFSET_RESET":
                 self.reset(state, result.next_offset)
-            elif messages := wanted(state, result.messages) if state.skipped else result.messages:
+            elif messages := state.without_skipped(result.messages):
                 state.ahead = messages
                 state.ahead_next = result.next_offset
                 # A receiver that takes all prefetched messages reads on, so the next read fetches more at once.
@@ -279,6 +279,30 @@ class PopTables(PopFields):
                 state.cursor = result.next_offset
                 state.drop_ahead()
         return False
+
+    def skip(self, state: QueueState, offsets: Sequence[int]) -> None:
+        """Settle messages that were not delivered yet (delivery#pop-skip). Call under the state's lock."""
+        state.skip(offsets, self.log.put_skip(state.head, offsets))
+
+    def unexpired(self, state: QueueState, messages: list[Message], known: Container[int] = ()) -> list[Message]:
+        """Return the messages that may be delivered, and settle the expired ones (delivery#pop-expire).
+        `known` are the offsets of those that were delivered before. A crash may repeat a dead letter. Only topics with
+        the attribute `EXPIRY` need this. It is set before the first such message is put, and takes pops of the topic
+        off the compiled path. Call under the state's lock."""
+        now_ms = self.clock.now_ms()
+        late = [
+            message
+            for message in messages
+            if (at_ms := number(message._stored_property(EXPIRES_MS))) is not None
+            and at_ms <= now_ms
+            and message.offset not in known
+        ]
+        if late:
+            for message in late if state.expiry == DEAD_LETTER else ():
+                self.file_dead_letter(state.key.group, message, "expired", message.reconsume_times)
+            self.skip(state, [message.offset for message in late])
+            self.parts.statistics.add("EXPIRED_NUMS", f"{state.key.topic}@{state.key.group}", len(late))
+        return state.without_skipped(messages)
 
     def note_expired(self, key: QueueKey, offsets: Sequence[int]) -> None:
         """Log that leases have run out: one line in 10 s, with the number since the last one."""
@@ -381,11 +405,19 @@ class PopTables(PopFields):
     ) -> None:
         """Append `ACK`, `REVIVE` or `GIVE` for some offsets of one batch of the queue, in short form if possible."""
         if kind != ACK or not batch.local or not self._noted(state, settled_body(batch.name, offsets)):
-            self.log.put_settled(kind, self.name_of(state, batch), offsets, reason, holder)
+            self.log.put_settled(kind, self._name_of(state, batch), offsets, reason, holder)
         elif batch.name >= 0:
             state.acks.update(dict.fromkeys(offsets, batch.name))
 
-    def name_of(self, state: QueueState, batch: Batch) -> int:
+    def log_change(
+        self, state: QueueState, batch: Batch, offset: int, times: tuple[int, int], failed: bool | None, error: str = ""
+    ) -> None:
+        """Append a new (pop time, invisible ms) of one message, and set the outcome of its delivery."""
+        holder = state.holder(batch, offset) if failed else ""
+        self.log.put_change(self._name_of(state, batch), offset, times, failed, error, holder)
+        batch.note_outcome(offset, failed)
+
+    def _name_of(self, state: QueueState, batch: Batch) -> int:
         """Return the position of the batch in the pop log, to which it is appended if only the journal has it."""
         if batch.name < 0:
             self.journal.fold(state)

@@ -21,11 +21,9 @@ from operator import attrgetter, itemgetter
 from mqstore.broker.filters.filter import Filter
 from mqstore.broker.names import QueueKey, pop_retry_topic
 from mqstore.broker.pop.batch import Batch, pop_time
-from mqstore.broker.pop.expiry import unexpired
 from mqstore.broker.pop.log import ACK, GIVE, REOPENED, REVIVE
 from mqstore.broker.pop.receipts import Claim, expired, receipt_head
 from mqstore.broker.pop.request import Delivery, PopRequest
-from mqstore.broker.pop.skips import skip
 from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.redelivery.attempt_journal import PROCESS_ENDED
@@ -80,7 +78,7 @@ class UnorderedQueues:
                 if state.is_retry:
                     found = self._within_limit(state, found)
                 elif state.expiry is not None:
-                    found = unexpired(tables, state, found)
+                    found = tables.unexpired(state, found)
                 messages = messages + found if messages else found
             if messages:
                 self._deliver(state, request, mark, messages, cursor, out)
@@ -200,23 +198,18 @@ class UnorderedQueues:
         invisible_ms: int,
         *,
         renew: bool = False,
-        failed: bool = False,
-        given: bool = False,
+        failed: bool | None = None,
         error: str = "",
     ) -> str:
         """Make a delivery visible in `invisible_ms` from now. Return its new receipt.
-        `renew`: the old receipt stays valid. `failed`: the receiver no longer holds the delivery, because of
-        `error`. `given`: it gave it back, and the attempt does not count."""
+        `renew`: the old receipt stays valid. `failed` is its outcome (`Batch.outcome`), because of `error`."""
         batch, now_ms = self._need(state, claim), self._tables.clock.now_ms()
         pop_time_ms = claim.pop_time_ms if renew else pop_time(now_ms, claim.pop_time_ms)
         # Negative if the clock was set back, so that the pop time is ahead of it.
         invisible_ms = now_ms + invisible_ms - pop_time_ms
-        name, holder = self._tables.name_of(state, batch), state.holder(batch, claim.offset) if failed else ""
-        times = pop_time_ms, invisible_ms
-        self._log.put_change(name, claim.offset, *times, failed=failed, given=given, error=error, holder=holder)
+        self._tables.log_change(state, batch, claim.offset, (pop_time_ms, invisible_ms), failed, error)
         state.change(batch, claim.offset, pop_time_ms, invisible_ms)
-        batch.note_failed(claim.offset, failed, given=given)
-        if failed or given:
+        if failed is not None:
             state.note(claim.offset, error)
         state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
         self._tables.announce(state, pop_time_ms + invisible_ms)
@@ -242,7 +235,7 @@ class UnorderedQueues:
         """Settle a message that no receiver holds, so that it is not delivered any more."""
         batch = state.in_flight.get(offset) or state.released.get(offset)
         if batch is None:
-            skip(self._log, state, [offset])
+            self._tables.skip(state, [offset])
         else:
             self._settle(state, ACK, batch, [offset])
 
@@ -311,9 +304,9 @@ class UnorderedQueues:
         stay: dict[Batch, list[int]] = {}
         if any(batch.failed for batch in batches):
             for offset, batch in due:
-                if batch.is_given(offset):
+                if batch.outcome(offset) is False:
                     stay.setdefault(batch, []).append(offset)
-            due = [(offset, batch) for offset, batch in due if not batch.is_given(offset)]
+            due = [(offset, batch) for offset, batch in due if batch.outcome(offset) is not False]
 
         def move(offset: int, message: Message | None, batch: Batch) -> None:
             ended = done if self._move(state, offset, message, batch) else stay
@@ -363,7 +356,7 @@ class UnorderedQueues:
         acknowledged messages after it again."""
         for offset, batch in sorted((state.in_flight | state.released).items()):
             message, is_free = self._tables.message(state.key, offset), offset in state.released
-            visible_ms, unseen = 0 if is_free else batch.visible_at(offset), is_free or batch.is_given(offset)
+            visible_ms, unseen = 0 if is_free else batch.visible_at(offset), is_free or batch.outcome(offset) is False
             if not self._move(state, offset, message, batch, visible_ms, unseen=unseen):
                 break  # the group reads from this message on
             self._settle(state, REVIVE, batch, [offset])
@@ -466,15 +459,14 @@ class UnorderedQueues:
         released = {offset for offset in batch.open_offsets() if state.released.get(offset) is batch}
         alike: dict[tuple[int, int, bool, bool | None], list[int]] = {}
         for offset in batch.open_offsets():
-            failed = (batch.failed or {}).get(offset)
-            alike.setdefault((*batch.times(offset), batch.holds(offset), failed), []).append(offset)
+            ends = batch.holds(offset), batch.outcome(offset)
+            alike.setdefault((*batch.times(offset), *ends), []).append(offset)
         for (pop_time_ms, invisible_ms, local, failed), offsets in alike.items():
             new = self._tables.log_batch(state, offsets, pop_time_ms, invisible_ms, state.cursor, local=local)
             state.replace(new, offsets)
             for offset in offsets if failed is not None else ():
-                error, given = state.notes.get(offset, ""), not failed
-                self._log.put_change(new.name, offset, pop_time_ms, invisible_ms, failed=True, given=given, error=error)
-                new.note_failed(offset, True, given=given)
+                times = pop_time_ms, invisible_ms
+                self._tables.log_change(state, new, offset, times, failed, state.notes.get(offset, ""))
             if free := [offset for offset in offsets if offset in released]:
                 self._log.put_settled(GIVE, new.name, free)
                 state.release(new, free)
