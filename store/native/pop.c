@@ -24,11 +24,14 @@ enum {
     SETTLED_BYTES = TEXT_BYTES + MOST_SETTLED * (NUMBER_BYTES + 1),
 };
 
+/* Members of a `Route` (routes.py): `single` and `settled`. */
+enum { SINGLE, SETTLED };
+
 /* In a receipt: the revive queue, the mark and the broker's name. */
 #define NO_ORDER " 0 0 mqstore "
 #define IN_ORDER " 999 0 mqstore "
 
-static PyObject *compact_name, *note_name, *at_once_name, *has_choice_name, *parked_name, *queues_name, *quick_name;
+static PyObject *compact_name, *note_name;
 
 /* Read the number in `object`; false, without an exception, if it is not an int of 64 bits. */
 static bool number_of(PyObject *object, long long *number)
@@ -75,13 +78,13 @@ static PyObject *ascii_of(const char *text, Py_ssize_t size)
 typedef struct {
     PyObject_HEAD
     PyObject *tip, *queue, *pop_tail, *ack_tail, *resets, *orders, *offsets, *freed, *batch, *delivery, *journal,
-        *routes, *waiters, *slow;
+        *routes, *parked, *slow;
     long long max_body, order_changes, journal_end;
 } PopFields;
 
 #define SHARED(F) \
     F(tip) F(queue) F(pop_tail) F(ack_tail) F(resets) F(orders) F(offsets) F(freed) F(batch) F(delivery) F(journal) F(routes) \
-    F(waiters) F(slow)
+    F(parked) F(slow)
 
 COLLECTED(pop_fields, PopFields, SHARED)
 
@@ -166,19 +169,19 @@ static BatchFields *last_in_order(const PopFields *shared, const QueueFields *st
 static Located *next_of(const PopFields *shared, const QueueFields *state, int count, long long visible_ms, bool in_order,
                         long long *last_ms)
 {
-    long long announced_ms, left;
+    long long left;
     if (state->gone || state->cursor < 0 || state->ahead_filter != Py_None || PyDict_GET_SIZE(shared->resets) ||
         PyDict_GET_SIZE(state->released) || state->ahead_at < 0 || state->ahead_at > PyList_GET_SIZE(state->ahead) - count)
         return NULL;
     if (in_order) {
         const BatchFields *last = last_in_order(shared, state);
-        if (!last || PyDict_GET_SIZE(state->in_flight) || !number_of(last->left, &left) || left ||
-            !number_of(last->pop_time_ms, last_ms))
+        if (!last || PyDict_GET_SIZE(state->in_flight) || !number_of(last->left, &left) || left)
             return NULL;
+        *last_ms = last->pop_time_ms;
     } else if (state->fifo != Py_None) {
         return NULL;
     }
-    if (!number_of(state->announced_ms, &announced_ms) || visible_ms < announced_ms)
+    if (visible_ms < state->announced_ms)
         return NULL; /* the housekeeper must be notified */
     Located **next = (Located **)((PyListObject *)state->ahead)->ob_item + state->ahead_at;
     for (int i = 0; i < count; i++)
@@ -260,16 +263,15 @@ static PyObject *deliver(PopFields *self, QueueFields *state, int count, long lo
         bytes += (int32_t)get32((const uint8_t *)near.view.buf + ((Located *)message)->start);
     }
     near_close(&near); /* an alarm below lets other threads run, and a mapping with an open buffer cannot be closed */
-    batch->start = Py_NewRef(numbers[0]);
+    batch->start = offset;
     batch->count = count;
-    batch->pop_time_ms = PyLong_FromLongLong(pop_time_ms);
-    batch->invisible_ms = PyLong_FromLongLong(invisible_ms);
-    batch->left = PyLong_FromLongLong((1LL << count) - 1);
+    batch->pop_time_ms = pop_time_ms;
+    batch->invisible_ms = invisible_ms;
     batch->deltas = Py_NewRef(Py_None);
     batch->moved = Py_NewRef(Py_None);
     batch->failed = Py_NewRef(Py_None);
-    batch->local = PyBool_FromLong(local);
-    if (!batch->pop_time_ms || !batch->invisible_ms || !batch->left)
+    batch->local = local;
+    if (!(batch->left = PyLong_FromLongLong((1LL << count) - 1)))
         goto done;
 
     Stored stored;
@@ -283,8 +285,7 @@ static PyObject *deliver(PopFields *self, QueueFields *state, int count, long lo
         goto done;
     }
     state->noted |= noted > 0;
-    if (!(batch->name = PyLong_FromLongLong(stored.offset)))
-        goto done;
+    batch->name = stored.offset;
     if (in_order) {
         if (PyDict_SetItem(self->orders, state->key, (PyObject *)batch) < 0)
             goto done;
@@ -422,7 +423,7 @@ static int advance(QueueFields *state)
     return 0;
 }
 
-/* Like `OffsetTable.note`, which handles the other cases. 0, or -1 with an exception. */
+/* Like `OffsetTable.note`, which handles the other cases. 1, or -1 with an exception. */
 static int note(PopFields *self, PyObject *key, PyObject *offset)
 {
     OffsetFields *table = (OffsetFields *)self->offsets;
@@ -435,11 +436,11 @@ static int note(PopFields *self, PyObject *key, PyObject *offset)
         queues = PyDict_GetItemWithError(groups, PyTuple_GET_ITEM(key, 0));
     if (queues && PyDict_CheckExact(queues) && PyDict_Contains(queues, PyTuple_GET_ITEM(key, 2)) == 1) {
         table->changes++;
-        return PyDict_SetItem(queues, PyTuple_GET_ITEM(key, 2), offset);
+        return PyDict_SetItem(queues, PyTuple_GET_ITEM(key, 2), offset) < 0 ? -1 : 1;
     }
     if (PyErr_Occurred())
         return -1;
-    return succeeded(PyObject_CallMethodObjArgs((PyObject *)table, note_name, key, offset, NULL)) ? 0 : -1;
+    return succeeded(PyObject_CallMethodObjArgs((PyObject *)table, note_name, key, offset, NULL)) ? 1 : -1;
 }
 
 /* Return the bit of a claim's message in its batch, 0 if Python must handle it, -1 with an exception. `number` is its offset.
@@ -447,7 +448,6 @@ static int note(PopFields *self, PyObject *key, PyObject *offset)
 static long long bit_of(const PopFields *self, const QueueFields *state, const Claim *claim, PyObject *number, BatchFields **batch,
                         long long *left)
 {
-    long long start, pop_time_ms;
     PyObject *found = claim->in_order ? (PyObject *)last_in_order(self, state)
                                       : PyDict_GetItemWithError(state->in_flight, number);
     if (!found)
@@ -456,9 +456,8 @@ static long long bit_of(const PopFields *self, const QueueFields *state, const C
         if (*batch || !PyObject_TypeCheck(found, &BatchFieldsType))
             return 0;
         *batch = (BatchFields *)found;
-        if ((*batch)->moved != Py_None || (*batch)->deltas != Py_None || !number_of((*batch)->pop_time_ms, &pop_time_ms) ||
-            pop_time_ms != claim->pop_time_ms || !number_of((*batch)->start, &start) || start != claim->start ||
-            !number_of((*batch)->left, left))
+        if ((*batch)->moved != Py_None || (*batch)->deltas != Py_None || (*batch)->pop_time_ms != claim->pop_time_ms ||
+            (*batch)->start != claim->start || !number_of((*batch)->left, left))
             return 0;
     }
     return claim->offset - claim->start > MOST_BITS ? 0 : *left & 1LL << (claim->offset - claim->start);
@@ -467,8 +466,8 @@ static long long bit_of(const PopFields *self, const QueueFields *state, const C
 /* Settle deliveries of one batch: 1 when done, 0 if Python must do it, -1 with an exception. */
 static int settle(PopFields *self, QueueFields *state, const Claim *claims, int count)
 {
-    long long bits = 0, bit, left = 0, name, written;
-    PyObject *numbers[MOST_SETTLED], *rest = NULL;
+    long long bits = 0, bit, left = 0;
+    PyObject *numbers[MOST_SETTLED], *rest = NULL, *name = NULL;
     BatchFields *batch = NULL;
     int made = 0, result = 0;
     bool in_order = claims->in_order, known = !state->gone;
@@ -482,19 +481,19 @@ static int settle(PopFields *self, QueueFields *state, const Claim *claims, int 
         made++;
     }
     Py_XINCREF(batch);
-    if (!known || !number_of(batch->name, &name))
+    if (!known)
         goto done;
     char body[SETTLED_BYTES];
-    char *at = write_text(write_number(write_text(body, "{\"k\":"), name), ",\"o\":[");
+    char *at = write_text(write_number(write_text(body, "{\"k\":"), batch->name), ",\"o\":[");
     for (int i = 0; i < count; i++)
         at = write_number(write_text(at, i ? "," : ""), claims[i].offset);
     at = write_text(at, "]}");
     left &= ~bits;
     Stored stored;
-    int noted = noting(self, batch->local == Py_True, in_order);
-    if (noted < 0 || (!noted && name < 0))
+    int noted = noting(self, batch->local, in_order);
+    if (noted < 0 || (!noted && batch->name < 0))
         goto done;
-    result = (rest = PyLong_FromLongLong(left)) ? 1 : -1;
+    result = (rest = PyLong_FromLongLong(left)) && (name = PyLong_FromLongLong(batch->name)) ? 1 : -1;
     if (result > 0 && noted)
         result = note_entry(self, ((QueueTail *)self->queue)->next_offset, body, at - body) != 0;
     else if (result > 0)
@@ -502,8 +501,8 @@ static int settle(PopFields *self, QueueFields *state, const Claim *claims, int 
     if (result <= 0)
         goto done;
     state->noted |= noted > 0;
-    for (int i = 0; i < count && noted && name >= 0; i++)
-        if (PyDict_SetItem(state->acks, numbers[i], batch->name) < 0) {
+    for (int i = 0; i < count && noted && batch->name >= 0; i++)
+        if (PyDict_SetItem(state->acks, numbers[i], name) < 0) {
             result = -1;
             goto done;
         }
@@ -526,17 +525,17 @@ static int settle(PopFields *self, QueueFields *state, const Claim *claims, int 
     TimelineFields *timeline = (TimelineFields *)state->timeline;
     if (timeline->entries > COMPACT_FROM + 2 * state->batches)
         result = succeeded(PyObject_CallMethodNoArgs((PyObject *)state, compact_name)) ? 1 : -1;
-    if (result > 0 && (!number_of(state->written, &written) || written != state->committed)) {
+    if (result > 0 && state->written != state->committed) {
         PyObject *committed = PyLong_FromLongLong(state->committed), *key = Py_NewRef(state->key);
-        if (committed && note(self, key, committed) == 0)
-            Py_XSETREF(state->written, Py_NewRef(committed));
-        else
-            result = -1;
+        result = committed ? note(self, key, committed) : -1;
+        if (result > 0)
+            state->written = state->committed;
         Py_DECREF(key);
         Py_XDECREF(committed);
     }
 done:
     Py_XDECREF(rest);
+    Py_XDECREF(name);
     Py_XDECREF(batch);
     while (made)
         Py_XDECREF(numbers[--made]);
@@ -625,16 +624,16 @@ static PyObject *method_settle(PopFields *self, PyObject *const *args, Py_ssize_
     return PyLong_FromLong(done);
 }
 
-/* Return the route of a group and topic if its member `flag` is true. A new reference; NULL, perhaps with an exception. */
-static PyObject *route_of(const PopFields *self, PyObject *group, PyObject *topic, PyObject *flag)
+/* Return the member at `index` of the route of a group and topic. A new reference; NULL, perhaps with an exception, if there is no
+   route, or the member is None. */
+static PyObject *of_route(const PopFields *self, PyObject *group, PyObject *topic, Py_ssize_t index)
 {
     PyObject *key = PyTuple_Pack(2, group, topic), *route = NULL;
     if (key && self->routes && PyDict_CheckExact(self->routes))
         route = PyDict_GetItemWithError(self->routes, key);
     Py_XDECREF(key);
-    PyObject *wanted = route ? PyObject_GetAttr(route, flag) : NULL;
-    Py_XDECREF(wanted);
-    return wanted == Py_True ? Py_NewRef(route) : NULL;
+    PyObject *found = route && PyTuple_Check(route) && PyTuple_GET_SIZE(route) > index ? PyTuple_GET_ITEM(route, index) : Py_None;
+    return found == Py_None ? NULL : Py_NewRef(found);
 }
 
 /* pop_at_once(group, topic, n, invisible_ms, order) -> deliveries: `PopService.pop_at_once`, without a call of Python for the
@@ -644,23 +643,17 @@ static PyObject *method_pop_at_once(PopFields *self, PyObject *const *args, Py_s
     if (!has_arguments("pop_at_once", nargs, 5))
         return NULL;
     long long invisible_ms;
-    PyObject *found = NULL, *route = route_of(self, args[0], args[1], at_once_name);
-    if (!route)
-        return PyErr_Occurred() ? NULL : PyList_New(0);
-    PyObject *choice = PyObject_GetAttr(route, has_choice_name), *queues = PyObject_GetAttr(route, queues_name);
-    PyObject *parked = self->waiters ? PyObject_GetAttr(self->waiters, parked_name) : NULL;
-    if (choice && queues && parked) {
-        bool plain = choice == Py_False && PyObject_IsTrue(parked) == 0 && PyList_CheckExact(queues) && PyList_GET_SIZE(queues) &&
-                     number_of(args[3], &invisible_ms) && invisible_ms >= MIN_INVISIBLE_MS && invisible_ms <= MAX_INVISIBLE_MS;
-        PyObject *items[] = {plain ? PyList_GET_ITEM(queues, 0) : NULL, args[2], args[3], args[1], Py_True, args[4]};
-        found = plain ? method_deliver(self, items, 6) : PyObject_Vectorcall(self->slow, args, 5, NULL);
+    PyObject *found = NULL, *state = of_route(self, args[0], args[1], SINGLE);
+    if (state && self->parked && PyAnySet_Check(self->parked) && !PySet_GET_SIZE(self->parked) &&
+        number_of(args[3], &invisible_ms) && invisible_ms >= MIN_INVISIBLE_MS && invisible_ms <= MAX_INVISIBLE_MS) {
+        PyObject *items[] = {state, args[2], args[3], args[1], Py_True, args[4]};
+        found = method_deliver(self, items, 6);
+    } else if (!PyErr_Occurred()) {
+        found = self->slow ? PyObject_Vectorcall(self->slow, args, 5, NULL) : Py_NewRef(Py_None);
     }
+    Py_XDECREF(state);
     if (found == Py_None)
         Py_SETREF(found, PyList_New(0));
-    Py_XDECREF(choice);
-    Py_XDECREF(queues);
-    Py_XDECREF(parked);
-    Py_DECREF(route);
     return found;
 }
 
@@ -669,14 +662,11 @@ static PyObject *method_ack_at_once(PopFields *self, PyObject *const *args, Py_s
 {
     if (!has_arguments("ack_at_once", nargs, 3))
         return NULL;
-    PyObject *done = NULL, *route = route_of(self, args[0], args[1], quick_name);
-    if (!route)
+    PyObject *states = of_route(self, args[0], args[1], SETTLED);
+    if (!states)
         return PyErr_Occurred() ? NULL : PyLong_FromLong(0);
-    PyObject *items[] = {PyObject_GetAttr(route, queues_name), args[2]};
-    if (items[0])
-        done = method_settle(self, items, 2);
-    Py_XDECREF(items[0]);
-    Py_DECREF(route);
+    PyObject *items[] = {states, args[2]}, *done = method_settle(self, items, 2);
+    Py_DECREF(states);
     return done;
 }
 
@@ -695,7 +685,6 @@ static PyMemberDef pop_fields_members[] = {
     {"_max_body", T_LONGLONG, offsetof(PopFields, max_body), 0, NULL},
     {"_order_changes", T_LONGLONG, offsetof(PopFields, order_changes), 0, NULL},
     {"routes", T_OBJECT, offsetof(PopFields, routes), 0, NULL},
-    {"waiters", T_OBJECT, offsetof(PopFields, waiters), 0, NULL},
     {"slow", T_OBJECT, offsetof(PopFields, slow), 0, NULL},
     {"journal_map", T_OBJECT, offsetof(PopFields, journal), 0, NULL},
     {"journal_end", T_LONGLONG, offsetof(PopFields, journal_end), 0, NULL},
@@ -713,10 +702,5 @@ int pop_init(void)
 {
     compact_name = PyUnicode_InternFromString("_compact");
     note_name = PyUnicode_InternFromString("note");
-    at_once_name = PyUnicode_InternFromString("at_once");
-    has_choice_name = PyUnicode_InternFromString("has_choice");
-    parked_name = PyUnicode_InternFromString("parked");
-    queues_name = PyUnicode_InternFromString("queues");
-    quick_name = PyUnicode_InternFromString("quick");
-    return !compact_name || !note_name || !at_once_name || !has_choice_name || !parked_name || !queues_name || !quick_name || pop_fields_init() < 0 || PyType_Ready(&PopFieldsType) < 0 ? -1 : 0;
+    return !compact_name || !note_name || pop_fields_init() < 0 || PyType_Ready(&PopFieldsType) < 0 ? -1 : 0;
 }

@@ -9,7 +9,7 @@ static PyObject *acquire_name, *is_owned_name, *release_name, *heappush;
 
 /* --- a batch --- */
 
-#define BATCH(F) F(name) F(start) F(pop_time_ms) F(invisible_ms) F(deltas) F(left) F(moved) F(local) F(failed)
+#define BATCH(F) F(deltas) F(left) F(moved) F(failed)
 
 static void batch_fields_dealloc(BatchFields *self)
 {
@@ -19,13 +19,17 @@ static void batch_fields_dealloc(BatchFields *self)
 }
 
 static PyMemberDef batch_fields_members[] = {
-#define MEMBER(field) {#field, T_OBJECT_EX, offsetof(BatchFields, field), 0, NULL},
+#define NUMBER(field) {#field, T_LONGLONG, offsetof(FIELDS, field), 0, NULL},
+#define MEMBER(field) {#field, T_OBJECT_EX, offsetof(FIELDS, field), 0, NULL},
+#define FIELDS BatchFields
+    NUMBER(name) NUMBER(start) NUMBER(pop_time_ms) NUMBER(invisible_ms)
     BATCH(MEMBER)
     {"count", T_INT, offsetof(BatchFields, count), 0, NULL},
+    {"local", T_BOOL, offsetof(BatchFields, local), 0, NULL},
     {NULL},
 };
 
-/* Without garbage collection: it refers only to numbers, and to collections of numbers. */
+/* Without garbage collection: it refers only to a number, and to collections of numbers. */
 PyTypeObject BatchFieldsType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "mqstore._native.BatchFields",
@@ -101,20 +105,18 @@ PyTypeObject OffsetFieldsType = {
 
 /* --- the state of a queue --- */
 
-#define STATE(F) F(key) F(head) F(lock) F(written) F(in_flight) F(released) F(acks) F(fifo) F(timeline) F(ahead) \
-    F(ahead_filter) F(announced_ms)
+#define STATE(F) F(key) F(head) F(lock) F(in_flight) F(released) F(acks) F(fifo) F(timeline) F(ahead) F(ahead_filter)
 
 COLLECTED(queue_fields, QueueFields, STATE)
 
 static PyMemberDef queue_fields_members[] = {
-#define NUMBER(field) {#field, T_LONGLONG, offsetof(QueueFields, field), 0, NULL},
+#undef FIELDS
+#define FIELDS QueueFields
     NUMBER(cursor) NUMBER(committed) NUMBER(ahead_at) NUMBER(ahead_from) NUMBER(ahead_next) NUMBER(last_pop_ms)
-    NUMBER(reset_ms) NUMBER(pops) NUMBER(popped) NUMBER(popped_bytes) NUMBER(acked)
+    NUMBER(reset_ms) NUMBER(announced_ms) NUMBER(written) NUMBER(pops) NUMBER(popped) NUMBER(popped_bytes) NUMBER(acked)
     {"_batches", T_LONGLONG, offsetof(QueueFields, batches), 0, NULL},
     {"gone", T_BOOL, offsetof(QueueFields, gone), 0, NULL},
     {"noted", T_BOOL, offsetof(QueueFields, noted), 0, NULL},
-#undef MEMBER
-#define MEMBER(field) {#field, T_OBJECT_EX, offsetof(QueueFields, field), 0, NULL},
     STATE(MEMBER)
     {NULL},
 };

@@ -8,8 +8,10 @@
 /* A batch. */
 typedef struct {
     PyObject_HEAD
-    PyObject *name, *start, *pop_time_ms, *invisible_ms, *deltas, *left, *moved, *local, *failed;
+    long long name, start, pop_time_ms, invisible_ms;
+    PyObject *deltas, *left, *moved, *failed;
     int count;
+    char local;
 } BatchFields;
 
 /* Batches by the time at which they become visible. */
@@ -29,10 +31,10 @@ typedef struct {
 /* The state of a queue. */
 typedef struct {
     PyObject_HEAD
-    long long cursor, committed, ahead_at, ahead_from, ahead_next, last_pop_ms, reset_ms;
+    long long cursor, committed, ahead_at, ahead_from, ahead_next, last_pop_ms, reset_ms, announced_ms, written;
     long long pops, popped, popped_bytes, acked, batches;
     char gone, noted;
-    PyObject *key, *head, *lock, *written, *in_flight, *released, *acks, *fifo, *timeline, *ahead, *ahead_filter, *announced_ms;
+    PyObject *key, *head, *lock, *in_flight, *released, *acks, *fifo, *timeline, *ahead, *ahead_filter;
 } QueueFields;
 
 /* Like `Timeline.add`. 0, or -1 with an exception. */

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from mqstore.broker.names import EXPIRY, QueueKey, is_retry_topic, pop_retry_topic, retry_topic
@@ -22,20 +21,21 @@ class Rank(NamedTuple):
     tail: ConsumeQueue
 
 
-@dataclass(slots=True)
-class Route:
-    """Queues that hold the messages of one topic for one group."""
+class Route(NamedTuple):
+    """Queues that hold the messages of one topic for one group. Compiled code uses the first two members."""
 
+    single: QueueState | None
+    """The only queue, if `at_once`."""
+    settled: list[QueueState] | None
+    """`queues`, if compiled code may settle in them."""
     topic: str
     queues: list[QueueState]
     retries: list[tuple[int, QueueState]]
     """(mark, state) of the retry topics that exist."""
     has_choice: bool
     """True if a random choice between queues is needed."""
-    quick: bool
-    """True if compiled code may settle in `queues`."""
     pops: bool
-    """True if it may pop from them, too, since their messages do not expire."""
+    """True if compiled code may pop from `queues`, too, since their messages do not expire."""
     at_once: bool
     """True if `pop_at_once` may use it, too, since no topic has redeliveries."""
     ranks: tuple[list[Rank], list[Rank]] | None
@@ -55,25 +55,16 @@ class Routes:
 
     def __init__(self, tables: PopTables) -> None:
         self._tables = tables
-        self.known = {}
+        tables.routes = {}
         self._topics, self._groups = tables.parts.topics, tables.parts.groups
         self._topics.on_change.append(self._topic_changed)
         self._groups.on_change.append(self._group_changed)
         self._topics.in_order.append(self._in_order)
 
-    @property
-    def known(self) -> dict[tuple[str, str], Route]:
-        """Routes by (group, topic)."""
-        return self._tables.routes
-
-    @known.setter
-    def known(self, routes: dict[tuple[str, str], Route]) -> None:
-        self._tables.routes = routes
-
     def require(self, group: str, topic: str) -> Route:
         """Return the route of a group that pops a topic. A missing group may be created.
         Raises TopicNotFoundError, GroupNotFoundError or NotPermittedError."""
-        known = self.known
+        known = self._tables.routes
         if (route := known.get((group, topic))) is not None:
             return route
         self._tables.reads.check_group(group, topic)
@@ -94,14 +85,16 @@ class Routes:
         has_choice = len(queues) > 1 or bool(retries)
         pops = quick and expiry is None
         at_once = pops and not retries and self._topics.entered(retry_topic(group)) is None
-        route = Route(topic, queues, retries, has_choice, quick, pops, at_once, None)
+        ranks = None
         if found.by_priority:
             create = self._tables.store.queue_table.create  # in memory only
             new, again = (
                 [Rank(mark, state, create(*state.key[1:])) for mark, state in pairs]
                 for pairs in ([(0, state) for state in queues], retries)
             )
-            route.ranks = _by_priority([*new, *again]), _by_priority([*again, *new])
+            ranks = _by_priority([*new, *again]), _by_priority([*again, *new])
+        single = queues[0] if at_once and not has_choice else None
+        route = Route(single, queues if quick else None, topic, queues, retries, has_choice, pops, at_once, ranks)
         known[group, topic] = route
         return route
 
@@ -127,12 +120,12 @@ class Routes:
         if self._topics.get(topic) is None:
             self._tables.drop(lambda key: key.topic == topic)
         # A new dict, not `clear`: another thread may be about to store a route made from the old tables.
-        self.known = {}
+        self._tables.routes = {}
 
     def _group_changed(self, group: str) -> None:
         if self._groups.get(group) is None:
             self._tables.drop(lambda key: key.group == group)
-        self.known = {}
+        self._tables.routes = {}
 
     def _in_order(self, group: str, topic: str) -> bool:
         """Return True if the group popped the topic in order, or has counted attempts of its messages."""

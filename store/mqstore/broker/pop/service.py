@@ -42,7 +42,7 @@ from mqstore.broker.pop.receipts import Claim, claim_of, expired
 from mqstore.broker.pop.replay import Replay, count_begun
 from mqstore.broker.pop.request import Delivery, Pending, PopRequest
 from mqstore.broker.pop.routes import Routes, first_ready
-from mqstore.broker.pop.state import MAX_BATCH, QueueState
+from mqstore.broker.pop.state import MAX_BATCH, NEVER_MS, QueueState
 from mqstore.broker.pop.tables import DeadLetter, PopTables
 from mqstore.broker.pop.unordered import UnorderedQueues
 from mqstore.broker.reading import Reads
@@ -141,7 +141,7 @@ class PopService(BackgroundService):
         [] does not mean that the queues are empty or the arguments valid: then call `pop`. It is always [] for a group
         with retry topics, because only `pop` chooses between topics, and for a store that waits for the disk by
         default."""
-        route = self._routes.known.get((group, topic))
+        route = self.tables.routes.get((group, topic))
         if route is None or not route.at_once or not _MIN_INVISIBLE_MS <= invisible_ms <= _MAX_INVISIBLE_MS:
             return []
         if route.ranks is not None and not order:
@@ -164,7 +164,7 @@ class PopService(BackgroundService):
         if local and not order and not self.tables.journal_end:
             self.tables.journal.open()
         # Looked up each time, because the topic may have been altered during the wait.
-        route = self._routes.known.get((group, topic)) or self._routes.require(group, topic)
+        route = self.tables.routes.get((group, topic)) or self._routes.require(group, topic)
         roll = int(self._rng() * 100) if route.has_choice else 0
         retries_first = bool(route.retries) and roll < _RETRY_PERCENT
         if route.ranks is not None and queue_id == -1 and not order:
@@ -280,8 +280,8 @@ class PopService(BackgroundService):
     def ack_at_once(self, group: str, topic: str, receipts: Sequence[str] | str) -> int:
         """Acknowledge without waiting for a lock or the disk.
         Returns the number of settled receipts, from the front. The others are for `ack`."""
-        route = self._routes.known.get((group, topic))
-        return self.tables.settle(route.queues, receipts) if route is not None and route.quick else 0
+        route = self.tables.routes.get((group, topic))
+        return self.tables.settle(route.settled, receipts) if route is not None and route.settled else 0
 
     def release(
         self,
@@ -404,7 +404,7 @@ class PopService(BackgroundService):
         self._store.room.pace()
         first = claims[0]
         last = max(claims, key=lambda claim: claim.offset) if len(claims) > 1 else first
-        route = self._routes.known.get((group, topic))
+        route = self.tables.routes.get((group, topic))
         if route is not None and first.mark == 0 and first.queue_id < len(route.queues):
             known = route.queues[first.queue_id]
             if last.offset < known.cursor:  # popped, so the tables need not be checked
@@ -536,9 +536,9 @@ class PopService(BackgroundService):
         # Limited, so that other queues and services get their turn. The rest is announced as due at once.
         for _ in range(_CHUNKS):
             with self.tables.moving, self._durably(None), state.lock:  # released after each chunk
-                if state.gone or state.announced_ms is None or state.announced_ms > now_ms:
+                if state.gone or state.announced_ms > now_ms:
                     return
-                state.announced_ms = None
+                state.announced_ms = NEVER_MS
                 try:
                     self._unordered.visit(state, now_ms)
                 finally:

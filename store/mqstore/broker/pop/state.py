@@ -32,6 +32,7 @@ from mqstore.signalsafe import Lock
 
 MAX_BATCH = 32
 """Maximum number of messages of one pop."""
+NEVER_MS = 2**63 - 1
 _COMPACT_FROM = 1_024
 _NOTES_KEPT = 65_536
 """Number of deliveries in flight whose notes are kept."""
@@ -92,8 +93,8 @@ class QueueState(QueueFields):
     """Next offset to pop. -1 until the state is opened."""
     committed: int
     """Smallest offset that is in flight or released, or the cursor if there is none."""
-    written: int | None
-    """Committed offset that the offset table has."""
+    written: int
+    """Committed offset that the offset table has. -1 if it is not known."""
     in_flight: dict[int, Batch]
     """Batches in flight by offset. The first entry is the oldest: insertion follows the batches' names."""
     released: dict[int, Batch]
@@ -111,8 +112,8 @@ class QueueState(QueueFields):
     ahead_next: int
     """Offset after the last unit that was read for `ahead`."""
     ahead_filter: UnitFilter | None
-    announced_ms: int | None
-    """Time at which the housekeeper will check this queue."""
+    announced_ms: int
+    """Time at which the housekeeper will check this queue, or `NEVER_MS`."""
     last_pop_ms: int
     reset_ms: int
     """Last pop time before a reset, after which all messages are redelivered."""
@@ -135,8 +136,7 @@ class QueueState(QueueFields):
         self.expiry: str | None = None
         """Attribute `EXPIRY` of the topic. None: its messages do not expire."""
         self.lock = Lock()
-        self.cursor = self.committed = -1
-        self.written = None
+        self.cursor = self.committed = self.written = -1
         self.in_flight = {}
         self.released = {}
         self._free: list[int] = []
@@ -157,7 +157,7 @@ class QueueState(QueueFields):
         self.ahead_at = self.ahead_from = self.ahead_next = 0
         self.ahead_size = 32
         self.ahead_filter = None
-        self.announced_ms = None
+        self.announced_ms = NEVER_MS
         self.backoff_ms = 0
         """Number of ms to wait after the next put that fails."""
         self.last_pop_ms = self.reset_ms = 0

@@ -28,13 +28,16 @@ from mqstore.broker.redelivery.attempt_journal import Address, AttemptJournal
 from mqstore.broker.redelivery.retry import origin_topic
 from mqstore.broker.service import Wake
 from mqstore.broker.tables.offsets import OffsetTable
-from mqstore.broker.waiting import Waiters
+from mqstore.broker.waiting import Waiter, Waiters
 from mqstore.errors import MQStoreError
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.writing.log_tail import LogTail, QueueTail
 from mqstore.native import kernel
 from mqstore.signalsafe import Lock
+
+if TYPE_CHECKING:
+    from mqstore.broker.pop.routes import Route
 
 _log = logging.getLogger("mqstore")
 
@@ -105,10 +108,11 @@ class PopTables(PopFields):
     """Mapping of the journal, while it has a file."""
     journal_end: int
     """End of the journal's entries. 0 while it is closed."""
-    routes: dict[tuple[str, str], Any]
-    """`Routes.known`."""
+    _parked: set[Waiter]
+    routes: dict[tuple[str, str], Route]
+    """Known routes, by (group, topic)."""
     slow: Callable[[str, str, int, int, bool], list[Delivery]]
-    """`PopService.pop_at_once`, for topics of several queues, or with waiting receivers."""
+    """`PopService.pop_at_once`, for all but a single queue without waiting receivers."""
 
     if TYPE_CHECKING:
 
@@ -176,6 +180,7 @@ class PopTables(PopFields):
             self._orders = self.orders.entries
             self._offsets = self.offsets
             self._freed = self.wake_if_free
+            self._parked = waiters.parked
             self._batch, self._delivery = Batch, Delivery
         self.journal = PopJournal(self, wake, wanted=self._tip is not None)
 
@@ -482,7 +487,7 @@ class PopTables(PopFields):
 
     def announce(self, state: QueueState, at_ms: int) -> None:
         """Make the housekeeper check the queue at `at_ms` or earlier. Call under the state's lock."""
-        if state.announced_ms is not None and state.announced_ms <= at_ms:
+        if state.announced_ms <= at_ms:
             return
         state.announced_ms = at_ms
         with self._lock:

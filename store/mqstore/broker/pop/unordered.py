@@ -126,7 +126,7 @@ class UnorderedQueues:
         state.popped_bytes += stored_bytes(messages)
         if pop_time_ms > state.last_pop_ms:
             state.last_pop_ms = pop_time_ms
-        if state.announced_ms is None or visible_ms < state.announced_ms:
+        if visible_ms < state.announced_ms:
             self._tables.announce(state, visible_ms)
         topic, queue_id = request.topic, state.key.queue_id
         head = receipt_head(start, pop_time_ms, invisible_ms, mark, queue_id)
