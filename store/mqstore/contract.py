@@ -12,6 +12,9 @@ with durability "flush", `sync` and a `pop` with `poll` block.
          ├─── begun                    notes of the messages that handlers have started
          └─── items                    messages of a queue by state: ready, leased, delayed, retrying, dead
 
+The classes of `broker/` document their methods, and the protocols here only list those that clients may call. The other
+operations are documented in `BrokerContract`.
+
 A few members make calls fast in one process. An implementation that does not have them answers with nothing, and the
 caller takes the ordinary way: `_sender` None, `pop_at_once` [], `ack_at_once` 0, `has_room` False.
 
@@ -109,42 +112,22 @@ class Limits(NamedTuple):
 class TopicCalls(Protocol):
     """Topics by name (`broker/tables/topics.py`)."""
 
-    def get(self, name: str) -> TopicConfig | None:
-        """Return the topic, or None. It may be known only by its messages."""
-
-    def entered(self, name: str) -> TopicConfig | None:
-        """Return the topic if somebody has created it, or None."""
-
-    def require(self, name: str) -> TopicConfig:
-        """Return the topic. Raises TopicNotFoundError."""
-
-    def for_send(self, name: str) -> TopicConfig:
-        """Return the topic that a user sends to, and create it if necessary. It was checked and may be written."""
-
-    def for_priority(self, name: str) -> TopicConfig:
-        """Return the topic `name`, whose queues are priorities. A topic with one queue is made such a topic."""
-
-    def names(self, system: bool = False) -> list[str]:
-        """Return the topic names, sorted."""
-
-    def expire(self, name: str, dead_letter: bool | None = None) -> TopicConfig:
-        """Have messages of a topic expire (`EXPIRES_MS`), and be dead-lettered then or not. None: as it is."""
-
-    def create(self, name: str, *, queues: int | None = None, exist_ok: bool = True) -> TopicConfig:
-        """Create a topic. An existing one is returned unchanged with `exist_ok`."""
+    def get(self, name: str) -> TopicConfig | None: ...
+    def entered(self, name: str) -> TopicConfig | None: ...
+    def require(self, name: str) -> TopicConfig: ...
+    def for_send(self, name: str) -> TopicConfig: ...
+    def for_priority(self, name: str) -> TopicConfig: ...
+    def names(self, system: bool = False) -> list[str]: ...
+    def expire(self, name: str, dead_letter: bool | None = None) -> TopicConfig: ...
+    def create(self, name: str, *, queues: int | None = None, exist_ok: bool = True) -> TopicConfig: ...
 
 
 class GroupCalls(Protocol):
     """Consumer groups by name (`broker/tables/groups.py`)."""
 
-    def get(self, name: str) -> GroupConfig | None:
-        """Return the group, or None."""
-
-    def require(self, name: str) -> GroupConfig:
-        """Return the group for a consumer, and create it if necessary."""
-
-    def create(self, name: str, *, exist_ok: bool = True, **settings: Any) -> GroupConfig:
-        """Create a group. `settings` are fields of `GroupConfig`. An existing one is returned with `exist_ok`."""
+    def get(self, name: str) -> GroupConfig | None: ...
+    def require(self, name: str) -> GroupConfig: ...
+    def create(self, name: str, *, exist_ok: bool = True, **settings: Any) -> GroupConfig: ...
 
 
 class MemberCalls(Protocol):
@@ -159,8 +142,7 @@ class MemberCalls(Protocol):
         *,
         owner: str | None = None,
         retry: RetryPolicy | None = None,
-    ) -> bool:
-        """Make `client_id` a member of `group`, or renew its registration. Return True if anything changed."""
+    ) -> bool: ...
 
     def check(
         self,
@@ -171,54 +153,27 @@ class MemberCalls(Protocol):
         *,
         owner: str | None = None,
         retry: RetryPolicy | None = None,
-    ) -> None:
-        """Raise the errors of `register`, without a change."""
+    ) -> None: ...
 
-    def unregister(self, client_id: str, group: str, *, owner: str | None = None) -> bool:
-        """Remove a member. Return False if it is not one, or has another owner. None removes it for any owner."""
-
-    def check_retry(self, client_id: str, group: str, retry: RetryPolicy | None) -> None:
-        """Raise GroupInUseError if `retry` is not the policy of `group`, which has other members."""
-
-    def set_retry(self, client_id: str, group: str, retry: RetryPolicy) -> None:
-        """Make `retry` the policy of `group`."""
-
-    def get(self, client_id: str, group: str) -> Member | None:
-        """Return a member, or None."""
-
-    def members(self, group: str) -> list[str]:
-        """Return the client ids of `group`, sorted."""
-
-    def mode(self, group: str) -> Mode | None:
-        """Return the mode of the members of `group`, or None without members."""
+    def unregister(self, client_id: str, group: str, *, owner: str | None = None) -> bool: ...
+    def check_retry(self, client_id: str, group: str, retry: RetryPolicy | None) -> None: ...
+    def set_retry(self, client_id: str, group: str, retry: RetryPolicy) -> None: ...
+    def get(self, client_id: str, group: str) -> Member | None: ...
+    def members(self, group: str) -> list[str]: ...
+    def mode(self, group: str) -> Mode | None: ...
 
 
 class LockCalls(Protocol):
     """Leases on queues for members that own them (`broker/tables/locks.py`)."""
 
-    def try_lock(self, group: str, queue: QueueRef, client_id: str) -> bool:
-        """Lock a queue or renew its lock. Return False while another client holds it."""
-
-    def try_lock_batch(self, group: str, queues: Iterable[QueueRef], client_id: str) -> set[QueueRef]:
-        """Lock queues as `try_lock` does. Return those that the client holds now."""
-
-    def renew_batch(self, group: str, queues: Iterable[QueueRef], client_id: str) -> set[QueueRef]:
-        """Renew locks. Return those that the client has not lost."""
-
-    def unlock_batch(self, group: str, queues: Iterable[QueueRef], client_id: str) -> set[QueueRef]:
-        """Release the client's locks on queues. Return the released ones."""
-
-    def begin_work(self, group: str, queue: QueueRef, client_id: str) -> bool:
-        """Keep a lock until `end_work`. Return False if it was lost."""
-
-    def end_work(self, group: str, queue: QueueRef) -> None:
-        """Let a lock expire again."""
-
-    def owner(self, group: str, queue: QueueRef) -> str | None:
-        """Return the client that holds a queue, or None."""
-
-    def snapshot(self) -> list[QueueLock]:
-        """Return all locks, expired ones included."""
+    def try_lock(self, group: str, queue: QueueRef, client_id: str) -> bool: ...
+    def try_lock_batch(self, group: str, queues: Iterable[QueueRef], client_id: str) -> set[QueueRef]: ...
+    def renew_batch(self, group: str, queues: Iterable[QueueRef], client_id: str) -> set[QueueRef]: ...
+    def unlock_batch(self, group: str, queues: Iterable[QueueRef], client_id: str) -> set[QueueRef]: ...
+    def begin_work(self, group: str, queue: QueueRef, client_id: str) -> bool: ...
+    def end_work(self, group: str, queue: QueueRef) -> None: ...
+    def owner(self, group: str, queue: QueueRef) -> str | None: ...
+    def snapshot(self) -> list[QueueLock]: ...
 
 
 class TransactionCalls(Protocol):
@@ -235,8 +190,7 @@ class TransactionCalls(Protocol):
         flag: int = 0,
         sys_flag: int = 0,
         durability: Durability | None = None,
-    ) -> TransactionHandle:
-        """Store a message that is invisible until `end(handle, "commit")`."""
+    ) -> TransactionHandle: ...
 
     def end(
         self,
@@ -245,19 +199,14 @@ class TransactionCalls(Protocol):
         *,
         from_check: bool = False,
         durability: Durability | None = None,
-    ) -> SendReceipt | None:
-        """Commit or roll back. Return the receipt of the visible message, if there is one."""
+    ) -> SendReceipt | None: ...
 
     def on_check(
         self, producer_group: str | None, callback: Callable[[Message], bool | NobodyAsked | None] | None
-    ) -> None:
-        """Set the callback that is asked about a producer group's open transactions. None removes it."""
+    ) -> None: ...
 
-    def half_message(self, transaction: TransactionHandle) -> Message:
-        """Return the half message, as checks get it. Raises LookupError if its record is damaged."""
-
-    def get(self, transaction_id: str) -> TransactionHandle | None:
-        """Return the open transaction of that id, or None."""
+    def half_message(self, transaction: TransactionHandle) -> Message: ...
+    def get(self, transaction_id: str) -> TransactionHandle | None: ...
 
 
 class NoteCalls(Protocol):
@@ -267,8 +216,7 @@ class NoteCalls(Protocol):
     suspects: Suspects
     """Messages that may have ended a process: handled one at a time."""
 
-    def open(self, group: str, workers: int, cells: int) -> AttemptNotes:
-        """Return the notes of one consumer, with `cells` cells for each worker."""
+    def open(self, group: str, workers: int, cells: int) -> AttemptNotes: ...
 
 
 class ItemCalls(Protocol):
@@ -276,11 +224,9 @@ class ItemCalls(Protocol):
 
     def page(
         self, group: str, topic: str, state: State | None = None, after: Place | None = None, limit: int = 256
-    ) -> ItemPage:
-        """Return some items, in one state or all. `after` is that of the page before. Raises TopicNotFoundError."""
+    ) -> ItemPage: ...
 
-    def by_key(self, group: str, topic: str, key: str) -> list[Item]:
-        """Return the items with this key that are not done, also dead ones. Raises TopicNotFoundError."""
+    def by_key(self, group: str, topic: str, key: str) -> list[Item]: ...
 
     def put(
         self,
@@ -292,34 +238,20 @@ class ItemCalls(Protocol):
         unique_for: Duration | None = None,
         queue_id: int = 0,
         **options: Unpack[SendOptions],
-    ) -> SendReceipt:
-        """Put an item with a name unless there is one, and return the receipt of either (`WritableItems.put`)."""
+    ) -> SendReceipt: ...
 
-    def cancel(self, group: str, topic: str, unique_key: str) -> bool:
-        """Settle an item that nobody holds. Return True if nobody will get it (`WritableItems.cancel`)."""
-
-    def counts(self, group: str, topic: str) -> dict[State, int]:
-        """Return the number of items by state. Raises TopicNotFoundError."""
-
-    def purge(self, group: str, topic: str, state: State | None = None) -> int:
-        """Remove the items in one state, or all but dead letters, that were put before. Return their number.
-        Raises the errors of `WritableItems.purge`."""
+    def cancel(self, group: str, topic: str, unique_key: str) -> bool: ...
+    def counts(self, group: str, topic: str) -> dict[State, int]: ...
+    def purge(self, group: str, topic: str, state: State | None = None) -> int: ...
 
 
 class OffsetCalls(Protocol):
     """Offsets of one broadcasting client (`broker/tables/localoffsets.py`)."""
 
-    def reload(self) -> None:
-        """Load the saved offsets again, because another object may have saved some since."""
-
-    def committed(self, queue: QueueRef) -> int | None:
-        """Return the client's offset in a queue, or None if it is not known, which is not 0."""
-
-    def commit(self, queue: QueueRef, offset: int) -> None:
-        """Note that everything below `offset` is consumed."""
-
-    def save(self) -> None:
-        """Return once the offsets are on disk."""
+    def reload(self) -> None: ...
+    def committed(self, queue: QueueRef) -> int | None: ...
+    def commit(self, queue: QueueRef, offset: int) -> None: ...
+    def save(self) -> None: ...
 
 
 class BrokerContract(Protocol):

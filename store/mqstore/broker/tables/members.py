@@ -250,6 +250,7 @@ class Members:
             return next((member.subscriptions for member in self._groups.get(group, {}).values()), MappingProxyType({}))
 
     def mode(self, group: str) -> Mode | None:
+        """Return the mode of the members of `group`, or None without members."""
         with self._lock:
             return next((member.mode for member in self._groups.get(group, {}).values()), None)
 
