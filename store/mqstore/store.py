@@ -27,7 +27,7 @@ from weakref import WeakSet
 
 from mqstore import client
 from mqstore.broker.names import is_system_topic
-from mqstore.broker.opening import CONFIG_CHECKS, findings, open_broker
+from mqstore.broker.opening import CONFIG_CHECKS, Broker, findings
 from mqstore.client.codecs import Codec, T
 from mqstore.closing import Closing
 from mqstore.contract import BrokerContract, DeadLetters, SendOptions
@@ -46,7 +46,6 @@ from mqstore.queue import Queue, QueueOptions
 from mqstore.signalsafe import check_holds_none
 
 if TYPE_CHECKING:
-    from mqstore.broker.broker import Broker
     from mqstore.log.reading.readonly import ReadOnlyMessageStore
     from mqstore.log.snapshot.copy import SnapshotReport
     from mqstore.serve.thread import ServerThread
@@ -159,7 +158,7 @@ class Store(Closing, Sending):
                 lock_timeout=lock_timeout,
                 config=config,
             )
-            self._broker = open_broker(log)
+            self._broker = Broker(log)
             self._sender = self._broker._sender
             # A reference to the log or the broker keeps the store, so that closing it finds its consumers, too.
             log.closer = self.close

@@ -112,9 +112,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _broker_at(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if getattr(request, "param", "here") == "connect":
-        here = opening.open_broker
+        here = opening.Broker
         for module in ("mqstore.store", "mqstore.broker.opening"):
-            monkeypatch.setattr(f"{module}.open_broker", lambda store: ConnectedBroker(here(store)))
+            monkeypatch.setattr(f"{module}.Broker", lambda store: ConnectedBroker(here(store)))
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def doors(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[Broker]:
     """A broker that has its threads."""
-    broker = opening.open_broker(MessageStore(tmp_path / "store"))
+    broker = opening.Broker(MessageStore(tmp_path / "store"))
     yield broker
     broker.close()
 

@@ -105,9 +105,9 @@ class Doors(Bench):
 def opened(path: Path, door: str, monkeypatch: pytest.MonkeyPatch, **config: Any) -> Iterator[Doors]:
     """Open a new store by a door."""
     if door == "connect":
-        here = opening.open_broker
+        here = opening.Broker
         for module in ("mqstore.store", "mqstore.broker.opening"):
-            monkeypatch.setattr(f"{module}.open_broker", lambda store: ConnectedBroker(here(store)))
+            monkeypatch.setattr(f"{module}.Broker", lambda store: ConnectedBroker(here(store)))
     doors = Doors(path, door, **config)
     yield doors
     doors.close()

@@ -92,7 +92,7 @@ class PushBench:
     def open(self) -> None:
         new = not (self.path / "commitlog").exists()
         config = self.config if new else {k: v for k, v in self.config.items() if k != "segment_bytes"}
-        self.broker: Broker = opening.open_broker(open_store(self.path, fs=self.fs, clock=self.clock, **config))
+        self.broker: Broker = opening.Broker(open_store(self.path, fs=self.fs, clock=self.clock, **config))
 
     def kill(self) -> None:
         """What the system does for a dead process: locks and descriptors are given back, nothing else happens."""

@@ -1,4 +1,4 @@
-"""Opening of a broker for `Store`, on an open log, and checks of a store without a broker."""
+"""The broker for `Store`, and checks of a store without a broker."""
 
 from __future__ import annotations
 
@@ -10,14 +10,8 @@ from mqstore.broker.pop.log import unreadable_records
 from mqstore.broker.tables.configchecks import CONFIG_CHECKS
 from mqstore.log.reading.reader import StoreReader
 from mqstore.log.recovery.report import Finding
-from mqstore.log.store import MessageStore
 
-__all__ = ["CONFIG_CHECKS", "findings", "open_broker"]
-
-
-def open_broker(store: MessageStore) -> Broker:
-    """Return delivery on a store that is open for writing. After an error the store is closed."""
-    return Broker(store)
+__all__ = ["CONFIG_CHECKS", "Broker", "findings"]
 
 
 def findings(store: StoreReader) -> Iterator[Finding]:
