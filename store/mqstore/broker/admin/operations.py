@@ -23,11 +23,10 @@ from mqstore.broker.filters import sql92
 from mqstore.broker.names import DLQ_PREFIX, is_dlq_topic, pop_retry_topic, retry_topic
 from mqstore.broker.pop.orderinfo import BlockedQueue
 from mqstore.broker.reading import Reads, Start
-from mqstore.broker.redelivery.dead_letters import DeadLetters, Replay
+from mqstore.broker.redelivery.dead_letters import DeadLetters, Replay, letter_origin
 from mqstore.broker.tables.groups import GroupConfig, RetryPolicy, default_retry
 from mqstore.broker.tables.topics import TopicConfig
 from mqstore.errors import ConfigError, GroupNotFoundError, ReadOnlyStoreError
-from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, RETRY_TOPIC
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 
@@ -328,12 +327,6 @@ def letters_of(tables: Tables) -> Iterator[DeadLetters]:
 def letter_groups(tables: Tables) -> set[str]:
     """Return the groups of a store, those that have only dead letters included."""
     return {*group_names(tables), *(letters.group for letters in letters_of(tables))}
-
-
-def letter_origin(letter: Message) -> str | None:
-    """Return the topic that a dead letter was first sent to, if it is known."""
-    properties = letter.stored_properties()
-    return properties.get(DLQ_ORIGIN_TOPIC) or properties.get(RETRY_TOPIC)
 
 
 def letter_filter(topics: Iterable[str] | None, where: str | None) -> Callable[[Message], bool] | None:

@@ -334,12 +334,16 @@ class DeadLetters:
         return count
 
 
-def origin_of(letter: Message) -> str:
-    """Return the topic that a dead letter was first sent to.
+def letter_origin(letter: Message) -> str | None:
+    """Return the topic that a dead letter was first sent to, if it is known.
     Dead letters of RocketMQ have only RETRY_TOPIC (delivery#x26)."""
     properties = letter.stored_properties()
-    origin = properties.get(DLQ_ORIGIN_TOPIC) or properties.get(RETRY_TOPIC)
-    if origin is None:
+    return properties.get(DLQ_ORIGIN_TOPIC) or properties.get(RETRY_TOPIC)
+
+
+def origin_of(letter: Message) -> str:
+    """Return `letter_origin`. Raises InvalidMessageError if it is not known."""
+    if (origin := letter_origin(letter)) is None:
         raise InvalidMessageError(
             f"the dead letter at {letter.offset} of {letter.topic} does not have its original topic; give to_topic=",
             "topic",
