@@ -174,21 +174,11 @@ def _physical_bounds(queue: ConsumeQueue) -> tuple[int, int]:
     ends = queue.unit(queue.min_offset), queue.unit(queue.max_offset - 1)
     if all(physical >= 0 < size < VOID_SIZE for physical, size, _ in ends):  # usually, and arrays take longer
         return ends[0][0], sum(ends[1][:2])
-    first = end = -1
-    for _, units in queue.chunks(queue.min_offset, queue.max_offset):
-        live = np.flatnonzero(is_message(units))
-        if len(live):
-            first = int(units["physical_offset"][live[0]])
-            break
-    high = queue.max_offset
-    while end < 0 and high > queue.min_offset:
-        low = max(queue.min_offset, high - 64)
-        units = queue.units(low, high - low)
-        live = np.flatnonzero(is_message(units))
-        if len(live):
-            end = int(units["physical_offset"][live[-1]]) + int(units["size"][live[-1]])
-        high = low
-    return first, end
+    ways = queue.held(queue.min_offset, queue.max_offset), queue.held_before(queue.max_offset, 64)
+    first, last = (next(filter(len, (units[is_message(units)] for _, units in way)), None) for way in ways)
+    if first is None or last is None:
+        return -1, -1
+    return int(first["physical_offset"][0]), int(last["physical_offset"][-1]) + int(last["size"][-1])
 
 
 def _walk_log(
