@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 from itertools import count
 
-from mqstore.clock import SYSTEM_CLOCK, Clock
+from mqstore.clock import SYSTEM_CLOCK
 
 _EPOCH_MS = 1_609_459_200_000
 _MULTICAST = 1 << 40
@@ -33,20 +33,19 @@ class UniqueKeys:
     (34, '01', False)
     """
 
-    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self.reseed()
 
     def reseed(self) -> None:
         """Draw a new node and a new sequence, as for a new process."""
         node = int.from_bytes(os.urandom(6), "big") | _MULTICAST
         self._prefix = f"01{node:012X}{os.getpid() & 0xFFFF:04X}"
-        self._origin_ms = self._clock.now_ms() - _EPOCH_MS - self._clock.monotonic_ms()
+        self._origin_ms = SYSTEM_CLOCK.now_ms() - _EPOCH_MS - SYSTEM_CLOCK.monotonic_ms()
         self._sequence = count(int.from_bytes(os.urandom(4), "big"))  # its `next` is atomic: no lock needed
 
     def new(self) -> str:
         """Return 34 upper-case hexadecimal digits that no other call returns, here or elsewhere."""
-        seconds = (self._origin_ms + self._clock.monotonic_ms()) // 1000
+        seconds = (self._origin_ms + SYSTEM_CLOCK.monotonic_ms()) // 1000
         return f"{self._prefix}{seconds & 0xFFFF_FFFF:08X}{next(self._sequence) & 0xFFFF_FFFF:08X}"
 
 
