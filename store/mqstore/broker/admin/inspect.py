@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import numpy.typing as npt
@@ -317,10 +318,15 @@ class PopView:
 
 def looked_pops(tables: Tables) -> PopTables:
     """Return the tables of pop as the next opening will find them. Raises the errors of `pop_view`."""
-    found = PopTables(_as_parts(tables), _nothing, _NOBODY_WAITS, Reads(tables), _no_letter)
+    nobody = SimpleNamespace(wake_one=lambda *_: None)  # receivers are in the process of the broker
+    found = PopTables(_as_parts(tables), lambda: None, cast(Waiters, nobody), Reads(tables), _no_letter)
     found.orders.load(ConfigFile(tables.store, "consumerOrderInfo.json", check_order_info).load() or {})
     Replay(found).look()
     return found
+
+
+def _no_letter(*_: object, **__: object) -> None:
+    raise AssertionError("a view stores no dead letters")
 
 
 def pop_view(tables: Tables, now_ms: int) -> PopView:
@@ -382,22 +388,6 @@ def _note_order(view: PopView, key: QueueKey, record: OrderInfo, committed: int,
 def _as_parts(tables: Tables) -> Parts:
     """Return the tables as `Parts`, for objects that only read. A store opened for reading takes no puts."""
     return cast(Parts, tables)
-
-
-class _Nobody:
-    def wake_one(self, *_: object) -> None:
-        """Wake nobody: receivers are in the process of the broker."""
-
-
-_NOBODY_WAITS = cast(Waiters, _Nobody())
-
-
-def _nothing() -> None:
-    """Do nothing, since no thread waits."""
-
-
-def _no_letter(*_: object, **__: object) -> None:
-    raise AssertionError("a view stores no dead letters")
 
 
 # -- lag ---------------------------------------------------------------------------------------------------------------
@@ -535,7 +525,7 @@ def _sections(tables: Tables, now_ms: int) -> dict[str, Callable[[], Any]]:
     levels = cache(lambda: delay_levels(tables))
     timer = cache(lambda: timer_view(tables))
     pops = cache(lambda: pop_view(tables, now_ms))
-    transactions = cache(lambda: Transactions(_as_parts(tables), _nothing))
+    transactions = cache(lambda: Transactions(_as_parts(tables), lambda: None))
     return {
         "delay_levels": lambda: [view._asdict() for view in levels()],
         "timer": lambda: {"waiting": timer().waiting, "next_due_ms": timer().next_due_ms},

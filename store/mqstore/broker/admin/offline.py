@@ -117,7 +117,7 @@ class Offline:
         """Items of queues by state (`ItemCalls`). Of a store that is only read, `purge` raises ReadOnlyStoreError."""
         if self._parts is None:
             return items_of(self.tables)
-        timer = TimerService(self._parts, _nothing)
+        timer = TimerService(self._parts, lambda: None)
         self._saving.callback(timer.close)
         self._saving.callback(timer.persist)
         return WritableItems(self._parts, self._pop.tables, timer, *waiting_of(self._parts, timer.waiting_for))
@@ -133,9 +133,9 @@ class Offline:
     def _pop(self) -> PopService:
         """Pop service with its state from the log. It handles the deletion of topics and groups."""
         parts = self._writing()
-        waiters = Waiters(parts, _nothing)
+        waiters = Waiters(parts, lambda: None)
         self._saving.callback(waiters.close)
-        pop = PopService(parts, _nothing, waiters, Reads(parts), Retries(parts).dead_letter)
+        pop = PopService(parts, lambda: None, waiters, Reads(parts), Retries(parts).dead_letter)
         self._saving.callback(pop.close)
         self._saving.callback(pop.persist)  # runs before it is closed
         return pop
@@ -167,7 +167,7 @@ class Offline:
         if dry_run:
             return is_waiting(self.tables, handle, self.tables.clock.now_ms())
         parts = self._writing()
-        timer = TimerService(parts, _nothing)
+        timer = TimerService(parts, lambda: None)
         try:
             cancelled = timer.recall(handle)
             timer.persist()
@@ -196,7 +196,3 @@ def offline(path: str | os.PathLike[str], *, config: StoreConfig | None = None) 
     config = replace(config or StoreConfig(), requeue_on_open=False)
     with MessageStore(path, create=False, config=config) as store, ExitStack() as saving:
         yield Offline(store, saving)
-
-
-def _nothing() -> None:
-    """Do nothing, since no housekeeper waits."""

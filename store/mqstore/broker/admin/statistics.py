@@ -145,9 +145,8 @@ class Statistics:
         # Windows have a separate lock. Taking a sample reads all counters, and no put should wait for that.
         self._window_lock = Lock()
         now_ms = clock.monotonic_ms()
-        self._minute = _Window(10_000, 7, now_ms)
-        self._hour = _Window(600_000, 7, now_ms)
-        self._day = _Window(3_600_000, 25, now_ms)
+        shapes = {"minute": (10_000, 7), "hour": (600_000, 7), "day": (3_600_000, 25)}
+        self._windows = {name: _Window(*shape, now_ms) for name, shape in shapes.items()}
 
     def add(self, name: str, key: str = "", value: int = 1) -> None:
         """Add `value` to a counter."""
@@ -177,7 +176,7 @@ class Statistics:
         """Forget all counters of a deleted topic or group. Windows keep its samples until they move on."""
         with self._window_lock, self._lock:
             self._lost = {key: lost for key, lost in self._lost.items() if key.topic != topic and key.group != group}
-            samples = (self._minute.last, self._hour.last, self._day.last)  # else a counter that begins again looks old
+            samples = [each.last for each in self._windows.values()]  # else a counter that begins again looks old
             tables: tuple[dict[CounterKey, Any], ...] = (self._totals, self._latest, *samples)
             for table in tables:
                 for key in [key for key in table if topic == _owners(*key)[0] or group == _owners(*key)[1]]:
@@ -189,20 +188,19 @@ class Statistics:
         set."""
         with self._window_lock:
             monotonic_ms = self._clock.monotonic_ms()
-            windows = (self._minute, self._hour, self._day)
-            due = [window for window in windows if window.due_ms <= monotonic_ms]
+            due = [window for window in self._windows.values() if window.due_ms <= monotonic_ms]
             if due:
                 with self._lock:
                     totals = dict(self._totals)
                 for window in due:
                     window.sample(totals, monotonic_ms)
-            return now_ms + min(window.due_ms for window in windows) - monotonic_ms
+            return now_ms + min(window.due_ms for window in self._windows.values()) - monotonic_ms
 
     def snapshot(self) -> StatisticsSnapshot:
         """Return all statistics as of now. Windows are as of their last samples."""
         with self._window_lock:
-            minute, hour, day = self._minute.rates(), self._hour.rates(), self._day.rates()
-            minute_ms = self._minute.span_ms()
+            rates = {name: window.rates() for name, window in self._windows.items()}
+            minute_ms = self._windows["minute"].span_ms()
         with self._lock:
             counted, latest, lost = dict(self._totals), dict(self._latest), dict(self._lost)
         totals = {key: Total(*total) for key, total in counted.items()}
@@ -211,9 +209,7 @@ class Statistics:
             totals=MappingProxyType(totals),
             latest=MappingProxyType(latest),
             minute_ms=minute_ms,
-            minute=minute,
-            hour=hour,
-            day=day,
+            **rates,
             lost=MappingProxyType(lost),
         )
 
