@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -139,19 +138,6 @@ def test_sql_filters_judge_properties_and_let_every_unit_pass(parse: Parse) -> N
     assert not found.matches({"a": "x", "TAGS": "x"})  # an error
     assert found.prefilter(np.zeros(3, np.int64)).tolist() == [True] * 3
     assert found.prefilter(np.zeros(0, np.int64)).tolist() == []
-
-
-# -- the cache ---------------------------------------------------------------------------------------------------------
-
-
-def test_cached_error_holds_no_frames(parse: Parse) -> None:
-    lengths = set()
-    for _ in range(5):
-        with pytest.raises(FilterError) as caught:
-            parse("a = ", "SQL92")
-        lengths.add(len(traceback.extract_tb(caught.value.__traceback__)))
-        assert caught.value.__context__ is None
-    assert len(lengths) == 1
 
 
 def test_many_threads_may_parse_at_once(parse: Parse) -> None:

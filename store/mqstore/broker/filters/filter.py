@@ -29,7 +29,7 @@ from mqstore.log.reading.tagfilter import JAVA_BLANKS, TagFilter, UnitFilter, re
 FilterKind = Literal["TAG", "SQL92"]
 
 CACHED = 100
-"""Number of expressions whose filter, or error, is cached."""
+"""Number of expressions whose filter is cached."""
 
 
 class Filter(UnitFilter, Protocol):
@@ -88,23 +88,16 @@ def parse_filter(expression: str | None, kind: str = "TAG") -> Filter | None:
     """
     if not isinstance(expression, str | None):
         raise FilterError(f"a filter must be a str, not {type(expression).__name__}", 0)
-    parsed = _parsed(expression or "", kind)
-    if isinstance(parsed, FilterError):
-        # A copy, because tracebacks of all callers would collect on the cached one.
-        raise FilterError(str(parsed), parsed.position)
-    return parsed
+    return _parsed(expression or "", kind)
 
 
 @lru_cache(maxsize=CACHED)
-def _parsed(expression: str, kind: str) -> Filter | FilterError | None:
-    try:
-        if kind == "TAG":
-            return _parse_tags(expression)
-        if kind == "SQL92":
-            return _parse_sql(expression)
-        return FilterError(f"unknown filter type {kind!r}; use 'TAG' or 'SQL92'", 0)
-    except FilterError as error:
-        return FilterError(str(error), error.position)  # without the frames of its traceback
+def _parsed(expression: str, kind: str) -> Filter | None:
+    if kind == "TAG":
+        return _parse_tags(expression)
+    if kind == "SQL92":
+        return _parse_sql(expression)
+    raise FilterError(f"unknown filter type {kind!r}; use 'TAG' or 'SQL92'", 0)
 
 
 def _parse_tags(expression: str) -> TagSubscription | None:
