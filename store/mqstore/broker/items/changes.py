@@ -270,9 +270,6 @@ class KeptNames(BackgroundService):
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
-    def run_once(self, now_ms: int) -> None:
-        """Do nothing: there is no work."""
-
     def pins(self) -> Iterator[Pin]:
         """Yield the first record of each queue whose name may still count."""
         store, now_ms = self._parts.store, self._parts.clock.now_ms()
