@@ -315,12 +315,15 @@ class Broker(Closing, Sending, BrokerContract):
         return self._waiters.wait(topic, queue_id, offset, seconds(timeout, "timeout"), as_filter(filter))
 
     def min_offset(self, topic: str, queue_id: int) -> int:
-        self._check_open()
-        return self._reads.min_offset(topic, queue_id)
+        return self._bounds(topic, queue_id)[0]
 
     def max_offset(self, topic: str, queue_id: int) -> int:
+        return self._bounds(topic, queue_id)[1]
+
+    def _bounds(self, topic: str, queue_id: int) -> tuple[int, int]:
         self._check_open()
-        return self._reads.max_offset(topic, queue_id)
+        self.topics.require(topic)
+        return self.offsets.bounds(topic, queue_id)
 
     def offset_for_time(
         self, topic: str, queue_id: int, timestamp_ms: int, bound: Literal["lower", "upper"] = "lower"

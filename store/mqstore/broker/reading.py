@@ -257,14 +257,6 @@ class Reads:
         with self._told_lock:
             return tuple(self._losses.pop(group, ()))
 
-    def min_offset(self, topic: str, queue_id: int) -> int:
-        self._topics.require(topic)
-        return self._offsets.bounds(topic, queue_id)[0]
-
-    def max_offset(self, topic: str, queue_id: int) -> int:
-        self._topics.require(topic)
-        return self._offsets.bounds(topic, queue_id)[1]
-
     def offset_for_time(self, topic: str, queue_id: int, when: datetime | int, bound: Bound = "lower") -> int:
         """Return the offset for a time (an aware datetime, or ms since the epoch).
         "lower": the first message stored at or after it, or the end. "upper": the last one stored at or before it, or

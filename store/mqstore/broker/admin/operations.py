@@ -160,7 +160,7 @@ class Operations:
             reads = Reads(opened.tables)
             rows = []
             for topic, queue_id in queues:
-                end = reads.max_offset(topic, queue_id)
+                end = opened.offsets.bounds(topic, queue_id)[1]
                 if (lag := lags.get((topic, queue_id))) is not None:
                     first, messages, in_flight = max(lag.first, lag.committed or 0), lag.messages, lag.in_flight
                 else:
