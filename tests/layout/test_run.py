@@ -14,8 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.layout import array_pool
-from mqstore.layout.array_pool import ArrayPool
 from mqstore.layout.dispatch import Rows, rows_of
 from mqstore.layout.javahash import index_hash, java_hash
 from mqstore.layout.record import Checksum, check_record, encode_blank
@@ -260,23 +258,6 @@ def test_batch_topics_have_no_units() -> None:
     log, _ = encoded([{"body": b"", "topic": name} for name in ("a", "b", "a")])
     headers, _, _ = read_run(log, 0, len(log), BASE, "crc32c-record", 100)
     assert [each.topic for each in rows_of(log, headers, BASE, DELAYS, {"a"}).listed()] == ["b"]
-
-
-def test_stretches_that_somebody_keeps_are_not_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is used again for the next stretch, but only if nobody looks at the last one any more."""
-    monkeypatch.setattr(array_pool, "_SMALL_BYTES", 0)
-    log, starts = encoded([{"body": bytes(i), "topic": f"t{i % 3}"} for i in range(100)])
-    spares = ArrayPool()
-    kept = []
-    at = 0
-    while at < len(log):
-        headers, at, _ = read_run(log, at, len(log), BASE, "crc32c-record", 10, spares=spares)
-        kept.append((headers, rows_of(log, headers, BASE, DELAYS)))
-    assert [place for headers, _ in kept for place in headers.positions.tolist()] == starts
-    offsets = [slot for _, rows in kept for each in rows.listed() for slot in each.queue_offset.tolist()]
-    assert sorted(offsets) == list(range(100))
-    physical = [place for _, rows in kept for each in rows.listed() for place in each.units["physical_offset"].tolist()]
-    assert sorted(physical) == [BASE + start for start in starts]
 
 
 def test_one_byte_that_is_not_zero_is_found_wherever_it_stands() -> None:

@@ -270,12 +270,8 @@ def _compiled_columns(view: memoryview, run: Run, count: int, base: int, topics:
     """Return the columns, built by compiled code, or None if a record is not ordinary."""
     assert kernel is not None
     prefixes = np.array([_prefix(name) for name in topics], np.int32)
-    empty = run.spares.empty
-    out, has_unit, units = (
-        empty((_LISTED_ROWS, count + ROW_SPACE), np.int64),
-        empty((count,), np.bool_),
-        empty((count,), unit_dtype()),
-    )
+    out = np.empty((_LISTED_ROWS, count + ROW_SPACE), np.int64)
+    has_unit, units = np.empty(count, np.bool_), np.empty(count, unit_dtype())
     limit = run.longs.shape[1]
     found = kernel.list(
         *(view, limit, count, base, run.longs, run.ints, prefixes, out, has_unit, units.view(np.uint8)),

@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from mqstore import arrays as np
 from mqstore.errors import FormatError
 from mqstore.layout import record as _record
-from mqstore.layout.array_pool import ArrayPool
 from mqstore.layout.encode import header_dtype
 from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES
 from mqstore.layout.properties import CRC32, CRC_TAIL_BYTES, decode_crc_tail
@@ -130,7 +129,6 @@ def read_run(
     *,
     checksums: bool = True,
     met: int = 0,
-    spares: ArrayPool | None = None,
 ) -> tuple[Headers, int, int]:
     """Return the headers of consecutive records from `start` on that verify and begin before `stop`.
 
@@ -139,20 +137,18 @@ def read_run(
 
     Returns (headers, end, met). The last record ends at `end`. If there are fewer than `limit`, the next one does not
     verify, or `stop` comes next. `met` is the end of the mapping's pages that were loaded: pass it to the next call.
-    `spares` is for callers that read range after range.
     """
     view = _bytes_of(buf)
     if kernel is None:
         headers, end = _read_run(view, start, stop, base, checksum, limit, checksums=checksums)
         return headers, end, met
-    spares = ArrayPool() if spares is None else spares
     room = min(limit, max(0, stop - start) // MIN_RECORD_BYTES + 1) + ROW_SPACE
-    longs, ints = spares.empty((_LONG_ROWS, room), np.int64), spares.empty((_INT_ROWS, room), np.int32)
+    longs, ints = np.empty((_LONG_ROWS, room), np.int64), np.empty((_INT_ROWS, room), np.int32)
     whole = checksums and checksum == "crc32c-record"
     count, end, topics, tails, met = kernel.sweep(view, start, stop, base, min(limit, room), whole, met, longs, ints)
     good = count
     if checksums and not whole:
-        holds = verify(view, Headers(view, longs[_POSITION, :count], run=Run(longs, ints, topics, spares)), checksum)
+        holds = verify(view, Headers(view, longs[_POSITION, :count], run=Run(longs, ints, topics)), checksum)
         good = count if bool(holds.all()) else int(holds.argmin())
     elif checksums and tails:
         for row in np.flatnonzero(ints[_TAIL, :count]).tolist():
@@ -165,7 +161,7 @@ def read_run(
         topics = int(ints[_TOPIC, :good].max(initial=-1)) + 1
     if count < limit // 4:  # so that a few headers do not keep the memory of many
         longs, ints = longs[:, :count].copy(), ints[:, :count].copy()
-    return Headers(view, longs[_POSITION, :count], run=Run(longs, ints, topics, spares)), end, met
+    return Headers(view, longs[_POSITION, :count], run=Run(longs, ints, topics)), end, met
 
 
 def _read_run(
@@ -238,8 +234,6 @@ class Run(NamedTuple):
     longs: _Int64s
     ints: _Int32s
     topics: int
-    spares: ArrayPool
-    """Memory for arrays built from the tables."""
 
 
 def _int32s(name: str, *, moves: bool = False) -> cached_property[_Int32s]:

@@ -24,7 +24,6 @@ from typing import Literal, TypeVar
 from mqstore import arrays as np
 from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
-from mqstore.layout.array_pool import ArrayPool
 from mqstore.layout.checkpoint import Checkpoint
 from mqstore.layout.record import Check, Checksum, Record, check_record, decode_record
 from mqstore.layout.scan import Headers, check_place, content_end, find_next, read_run
@@ -191,11 +190,10 @@ def scan_segment(
     buffer = run.mapping(segment)
     stop = len(buffer) if stop is None else min(stop, len(buffer))
     run.read_ahead(segment, start, stop)
-    spares = ArrayPool()
 
     def read(at: int, met: int) -> tuple[Headers, int, int]:
         # Up to the last data, not `stop`: on a full tmpfs, reading a hole of a mapped file raises SIGBUS.
-        return read_run(buffer, at, max(at, used), base, checksum, batch, checksums=checksums, met=met, spares=spares)
+        return read_run(buffer, at, max(at, used), base, checksum, batch, checksums=checksums, met=met)
 
     at = start
     doubted = -1

@@ -18,7 +18,6 @@ from contextlib import suppress
 
 from mqstore import arrays as np
 from mqstore.errors import StoreFullError
-from mqstore.layout.array_pool import ArrayPool
 from mqstore.layout.consumequeue import UNIT_BYTES
 from mqstore.layout.dispatch import FEW_RECORDS, FEW_WITHOUT_NUMPY, Output, few
 from mqstore.layout.record import Checksum
@@ -128,10 +127,9 @@ class Dispatcher:
         end = self.visible_end()  # read before waiting: under constant puts, a moving end is never reached
         with self.lock:
             begin = self.position
-            spares = ArrayPool()
             try:
                 while self.position < end:
-                    self._pass(self.visible_end(), spares)
+                    self._pass(self.visible_end())
                     breathe()
                 self.error = None
             except Exception as error:
@@ -150,7 +148,7 @@ class Dispatcher:
             _log.debug("dispatch failed and will be tried again: %s", error)
         return self.error is None
 
-    def _pass(self, end: int, spares: ArrayPool) -> None:
+    def _pass(self, end: int) -> None:
         """Dispatch the rest of a segment, at most `_BATCH` records."""
         run = self._log.run
         segment = run.find(self.position)
@@ -178,7 +176,6 @@ class Dispatcher:
             self._checksum,
             _BATCH,
             checksums=False,
-            spares=spares,
         )
         if len(headers):
             self._write(queues.rows_of(buffer, headers, base).output(), base + stop)
