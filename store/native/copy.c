@@ -60,13 +60,9 @@ static Py_ssize_t last_of(const char *data, Py_ssize_t size, const char *mark, P
    left to Python. */
 PyObject *native_restore(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("restore", nargs, 6))
-        return NULL;
     if (!PyList_Check(args[0]) || !PyBytes_Check(args[2]) || !PyBytes_GET_SIZE(args[2]) || !PyDict_Check(args[3]) ||
-        !are_bytes(args[4]) || !PyList_Check(args[5])) {
-        PyErr_SetString(PyExc_TypeError, "restore takes a list, an index, bytes, a dict, a tuple of bytes and a list");
-        return NULL;
-    }
+        !are_bytes(args[4]) || !PyList_Check(args[5]))
+        return PyErr_Format(PyExc_TypeError, "restore takes a list, an index, bytes, a dict, a tuple of bytes and a list");
     Py_ssize_t first = PyLong_AsSsize_t(args[1]), i = first;
     if (first == -1 && PyErr_Occurred())
         return NULL;
@@ -117,12 +113,8 @@ PyObject *native_restore(PyObject *module, PyObject *const *args, Py_ssize_t nar
    message's id, added with the name `origin`. Stops at the first item that is not a copy. */
 PyObject *native_identify(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("identify", nargs, 3))
-        return NULL;
-    if (!PyList_Check(args[0]) || !are_bytes(args[1]) || !PyBytes_Check(args[2])) {
-        PyErr_SetString(PyExc_TypeError, "identify takes a list, a tuple of bytes and bytes");
-        return NULL;
-    }
+    if (!PyList_Check(args[0]) || !are_bytes(args[1]) || !PyBytes_Check(args[2]))
+        return PyErr_Format(PyExc_TypeError, "identify takes a list, a tuple of bytes and bytes");
     PyObject *known = PyList_New(0);
     Near near = {0};
     bool failed = !known;
@@ -180,21 +172,15 @@ static PyObject *begin_of(PyObject *putters, PyObject *topic, PyObject *queue_id
 PyObject *native_copy_parts(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     static const char inner[] = "INNER_", crc[] = "__CRC32#";
-    if (!has_arguments("copy_parts", nargs, 9))
-        return NULL;
     if (!PyList_Check(args[0]) || !PyDict_Check(args[2]) || !PyList_Check(args[5]) || !PyList_Check(args[6]) ||
-        !PyList_Check(args[7]) || !PyList_Check(args[8])) {
-        PyErr_SetString(PyExc_TypeError, "copy_parts takes a list, an index, a dict, two numbers and four lists");
-        return NULL;
-    }
+        !PyList_Check(args[7]) || !PyList_Check(args[8]))
+        return PyErr_Format(PyExc_TypeError, "copy_parts takes a list, an index, a dict, two numbers and four lists");
     Py_ssize_t first = PyLong_AsSsize_t(args[1]), i = first;
     long long overhead = PyLong_AsLongLong(args[3]), room = PyLong_AsLongLong(args[4]);
     if (PyErr_Occurred())
         return NULL;
-    if (first < 0 || overhead < 0) {
-        PyErr_SetString(PyExc_ValueError, "copy_parts: a negative number");
-        return NULL;
-    }
+    if (first < 0 || overhead < 0)
+        return PyErr_Format(PyExc_ValueError, "copy_parts: a negative number");
     PyObject *topic = NULL, *queue_id = NULL, *queue = NULL, *begin = NULL;
     Near near = {0};
     for (; i < PyList_GET_SIZE(args[0]); i++) {
@@ -274,7 +260,7 @@ static bool find_records(PyObject *messages, Records *records, char *to)
    otherwise a copy. None if Python must read one. */
 PyObject *native_records_of(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 1 || !PyList_Check(args[0]))
+    if (!PyList_Check(args[0]))
         return PyErr_Format(PyExc_TypeError, "records_of takes a list");
     Records found = {0};
     PyObject *result = NULL;

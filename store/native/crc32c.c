@@ -208,8 +208,6 @@ PyObject *native_crc32c(PyObject *module, PyObject *const *args, Py_ssize_t narg
    the tables are used only if the processor has no instruction. */
 PyObject *native_crc32c_by_table(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("crc32c_by_table", nargs, 1))
-        return NULL;
     sum_of_record = record_by_table;
     sum_of_bytes = run_by_table;
 #ifdef TARGET

@@ -5,8 +5,6 @@
 /* lay(out, position, data): copy `data` into `out` from front to back. */
 PyObject *native_lay(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("lay", nargs, 3))
-        return NULL;
     int64_t position = PyLong_AsLongLong(args[1]);
     if (PyErr_Occurred())
         return NULL;
@@ -29,10 +27,8 @@ done:
 /* lengths(bodies) -> (the greatest, their sum), of a list of plain bytes; None if anything else is in it. */
 PyObject *native_lengths(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 1 || !PyList_Check(args[0])) {
-        PyErr_SetString(PyExc_TypeError, "lengths takes a list");
-        return NULL;
-    }
+    if (!PyList_Check(args[0]))
+        return PyErr_Format(PyExc_TypeError, "lengths takes a list");
     Py_ssize_t greatest = 0, sum = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[0]); i++) {
         PyObject *body = PyList_GET_ITEM(args[0], i);
@@ -56,11 +52,9 @@ PyObject *native_lengths(PyObject *module, PyObject *const *args, Py_ssize_t nar
    that increases from the given one. `bodies` is a list of bytes, `tails` a list of the same length or one tail for all. */
 PyObject *native_encode(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 8 || !PyBytes_Check(args[0]) || !PyList_Check(args[2]) ||
-        !(PyList_Check(args[3]) || PyBytes_Check(args[3])) || !(PyList_Check(args[4]) || args[4] == Py_None)) {
-        PyErr_SetString(PyExc_TypeError, "encode takes headers, their width, bodies, tails, flags, two offsets and checksums");
-        return NULL;
-    }
+    if (!PyBytes_Check(args[0]) || !PyList_Check(args[2]) ||
+        !(PyList_Check(args[3]) || PyBytes_Check(args[3])) || !(PyList_Check(args[4]) || args[4] == Py_None))
+        return PyErr_Format(PyExc_TypeError, "encode takes headers, their width, bodies, tails, flags, two offsets and checksums");
     bool each = PyList_Check(args[3]), flagged = args[4] != Py_None, numbered = args[5] != Py_None;
     long long queue_offset = numbered ? PyLong_AsLongLong(args[5]) : 0, physical_offset = PyLong_AsLongLong(args[6]);
     Py_ssize_t width = PyLong_AsSsize_t(args[1]), count = PyList_GET_SIZE(args[2]), total = 0;
@@ -69,10 +63,8 @@ PyObject *native_encode(PyObject *module, PyObject *const *args, Py_ssize_t narg
         return NULL;
     bool shared = PyBytes_GET_SIZE(args[0]) == width;
     if (width < BODY_AT_V4 || width > BODY_AT_V4 + 2 * IPV6_EXTRA || (!shared && PyBytes_GET_SIZE(args[0]) / width != count) ||
-        (each && PyList_GET_SIZE(args[3]) != count) || (flagged && PyList_GET_SIZE(args[4]) != count)) {
-        PyErr_SetString(PyExc_ValueError, "encode: no header, or not as many headers, tails or flags as bodies");
-        return NULL;
-    }
+        (each && PyList_GET_SIZE(args[3]) != count) || (flagged && PyList_GET_SIZE(args[4]) != count))
+        return PyErr_Format(PyExc_ValueError, "encode: no header, or not as many headers, tails or flags as bodies");
     PyObject *sizes = PyByteArray_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(int64_t)), *records = NULL;
     if (!sizes)
         return NULL;
@@ -139,8 +131,6 @@ failed:
    position, and recompute its checksum. */
 PyObject *native_renumber(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("renumber", nargs, 5))
-        return NULL;
     long long timestamp = PyLong_AsLongLong(args[4]);
     if (timestamp == -1 && PyErr_Occurred())
         return NULL;

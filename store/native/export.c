@@ -246,8 +246,6 @@ static bool add_line(Lines *to, Lines *queue, Near *near, Located *message, PyOb
    compressed. `quote` returns a str as JSON. */
 PyObject *native_json_lines(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("json_lines", nargs, 4))
-        return NULL;
     Py_ssize_t i = PyLong_AsSsize_t(args[1]);
     int stored = PyObject_IsTrue(args[2]);
     if (PyErr_Occurred() || !PyList_Check(args[0]) || i < 0)

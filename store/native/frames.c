@@ -94,8 +94,6 @@ static PyObject *frame_of(Rest header, Rest body, PyObject *slots, PyObject *wid
    fit, by their lower bits, and `languages` the names by number, the last for all others. */
 PyObject *native_frames(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("frames", nargs, 8))
-        return NULL;
     int64_t at = PyLong_AsLongLong(args[1]), limit = PyLong_AsLongLong(args[2]), most = PyLong_AsLongLong(args[3]);
     if (PyErr_Occurred())
         return NULL;
@@ -176,8 +174,6 @@ static bool put_value(Head *to, int width, PyObject *value)
    header; None if Python must write it. */
 PyObject *native_frame_head(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("frame_head", nargs, 8))
-        return NULL;
     long numbers[5], body_bytes = PyLong_AsLong(args[7]);
     for (int i = 0; i < 5; i++)
         numbers[i] = PyLong_AsLong(args[i]);

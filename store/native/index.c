@@ -6,8 +6,6 @@
    before the header counts it, and the header before the entry's slot leads to it: readers, which take no lock, rely on that. */
 PyObject *native_put_entries(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("put_entries", nargs, 6))
-        return NULL;
     int64_t slots = PyLong_AsLongLong(args[1]), number = PyLong_AsLongLong(args[2]);
     if (PyErr_Occurred())
         return NULL;

@@ -384,8 +384,6 @@ int message_init(void)
 /* tagged(messages, tags) -> list of the messages whose tag is in the set `tags` */
 PyObject *native_tagged(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("tagged", nargs, 2))
-        return NULL;
     PyObject *passing = PyList_CheckExact(args[0]) && PyAnySet_Check(args[1]) ? PyList_New(0) : NULL;
     if (!passing && !PyErr_Occurred())
         PyErr_SetString(PyExc_TypeError, "tagged takes a list of messages and a set of tags");
@@ -468,23 +466,17 @@ static void learn_batch(PyObject *batch)
    limit. A value below -1 is a budget of -budget - 2 bytes that lets the first message through. */
 PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("read_units", nargs, 12))
-        return NULL;
     PyTypeObject *type = (PyTypeObject *)args[0];
-    if (!PyType_Check(args[0]) || !PyType_IsSubtype(type, &LocatedType)) {
-        PyErr_SetString(PyExc_TypeError, "read_units: messages must be Located");
-        return NULL;
-    }
+    if (!PyType_Check(args[0]) || !PyType_IsSubtype(type, &LocatedType))
+        return PyErr_Format(PyExc_TypeError, "read_units: messages must be Located");
     long long segment_start = PyLong_AsLongLong(args[3]), first = PyLong_AsLongLong(args[5]);
     long long skipped = PyLong_AsLongLong(args[6]), most = PyLong_AsLongLong(args[8]), queue_id = PyLong_AsLongLong(args[9]);
     long long budget = PyLong_AsLongLong(args[11]);
     Expected expected = {.queue_id = queue_id};
     if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[10], (char **)&expected.topic, &expected.topic_bytes) < 0)
         return NULL;
-    if (skipped < 0) {
-        PyErr_SetString(PyExc_ValueError, "read_units: `skipped` must not be negative");
-        return NULL;
-    }
+    if (skipped < 0)
+        return PyErr_Format(PyExc_ValueError, "read_units: `skipped` must not be negative");
     learn_batch(args[1]);
     bool unlimited = budget == -1, first_is_free = budget < -1;
     if (first_is_free)
@@ -551,8 +543,6 @@ done:
    unless it is None (`note_parts`). */
 PyObject *native_check_units(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("check_units", nargs, 12))
-        return NULL;
     Expected expected = {.queue_id = PyLong_AsLongLong(args[5])};
     if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[6], (char **)&expected.topic, &expected.topic_bytes) < 0)
         return NULL;

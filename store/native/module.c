@@ -4,17 +4,22 @@
 #include "native.h"
 
 /* fence(): a full memory barrier. No load or store of this thread is moved across it. */
-static PyObject *native_fence(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_fence(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("fence", nargs, 0))
-        return NULL;
     atomic_thread_fence(memory_order_seq_cst);
     Py_RETURN_NONE;
 }
 
-#define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))native_##name, METH_FASTCALL, NULL},
+#define CHECKED(name, count)                                                                       \
+    static PyObject *checked_##name(PyObject *module, PyObject *const *args, Py_ssize_t nargs)     \
+    {                                                                                              \
+        bool right = count == ANY || has_arguments(#name, nargs, count);                           \
+        return right ? native_##name(module, args, nargs) : NULL;                                  \
+    }
+FUNCTIONS(CHECKED)
+#define FUNCTION(name, count) {#name, (PyCFunction)(void (*)(void))checked_##name, METH_FASTCALL, NULL},
 
-static PyMethodDef functions[] = {FUNCTIONS(FUNCTION) FUNCTION(fence) {NULL}};
+static PyMethodDef functions[] = {FUNCTIONS(FUNCTION) {NULL}};
 
 static int fill(PyObject *module)
 {

@@ -39,8 +39,6 @@ enum {
    call in Python, which raises the error. `folder`: a folder whose path has no link; otherwise a file by the whole rule. */
 PyObject *native_open_beneath(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("open_beneath", nargs, 4))
-        return NULL;
     int flags = (int)PyLong_AsLong(args[1]), mode = (int)PyLong_AsLong(args[2]);
     bool file = args[3] != Py_True, strict = !file || flags & WRITES;
     PyObject *path;

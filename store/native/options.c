@@ -115,8 +115,6 @@ static PyObject *slot(PyObject *item, PyObject *slots, Py_ssize_t i)
 PyObject *native_message_parts(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     enum { BODY, TAG, KEYS, PROPERTIES, UNIQUE_KEY, FLAG, TOPIC, ELSEWHERE };
-    if (!has_arguments("message_parts", nargs, 10))
-        return NULL;
     PyObject *items = args[0], *topic = args[2], *plain = args[3], *slots = args[4];
     Py_ssize_t first = PyLong_AsSsize_t(args[1]), i = first;
     if (first == -1 && PyErr_Occurred())
@@ -131,10 +129,8 @@ PyObject *native_message_parts(PyObject *module, PyObject *const *args, Py_ssize
         right = Py_IS_TYPE(one, &PyMemberDescr_Type) && ((PyMemberDescrObject *)one)->d_member->type == T_OBJECT_EX &&
                 PyDescr_TYPE(one) == PyDescr_TYPE(PyTuple_GET_ITEM(slots, 0));
     }
-    if (!right) {
-        PyErr_SetString(PyExc_TypeError, "message_parts takes a list, an index, a str, bytes, slots, a frozenset, lists and a dict");
-        return NULL;
-    }
+    if (!right)
+        return PyErr_Format(PyExc_TypeError, "message_parts takes a list, an index, a str, bytes, slots, a frozenset, lists and a dict");
     PyTypeObject *type = PyDescr_TYPE(PyTuple_GET_ITEM(slots, 0));
     for (; i < PyList_GET_SIZE(items); i++) {
         PyObject *item = PyList_GET_ITEM(items, i), *body = item, *unique_key = NULL, *flag = NULL;

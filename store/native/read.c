@@ -12,8 +12,6 @@
    be read. All three are int64. The caller has compared the sizes with the files' lengths. */
 PyObject *native_read_at(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("read_at", nargs, 3))
-        return NULL;
     PyObject *result = NULL;
     Buffers held = {0};
     Py_buffer *fds, *positions, *sizes;
@@ -70,8 +68,6 @@ static bool reports_holes(int fd)
 PyObject *native_data_end(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     enum { PATIENCE = 1 << 14 }; /* covers a segment with data in every second page. On a full tmpfs reading a hole is SIGBUS */
-    if (!has_arguments("data_end", nargs, 3))
-        return NULL;
     long fd = PyLong_AsLong(args[0]);
     int64_t start = PyLong_AsLongLong(args[1]), end = PyLong_AsLongLong(args[2]);
     if (PyErr_Occurred())

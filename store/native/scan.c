@@ -7,19 +7,15 @@
 
 Py_buffer *hold(Buffers *held, PyObject *object, Py_ssize_t width, Py_ssize_t count, bool writable, const char *name)
 {
-    if (held->count == sizeof held->views / sizeof *held->views) {
-        PyErr_Format(PyExc_SystemError, "%s: more buffers than `Buffers` has room for", name);
-        return NULL;
-    }
+    if (held->count == sizeof held->views / sizeof *held->views)
+        return PyErr_Format(PyExc_SystemError, "%s: more buffers than `Buffers` has room for", name);
     Py_buffer *view = &held->views[held->count];
     if (PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0)) < 0)
         return NULL;
     held->count++;
     bool aligned = !view->len || (uintptr_t)view->buf % (uintptr_t)width == 0;
-    if (!aligned || view->len % width || (count >= 0 && view->len / width != count)) {
-        PyErr_Format(PyExc_ValueError, "%s: expected %zd items of %zd bytes, got %zd bytes", name, count, width, view->len);
-        return NULL;
-    }
+    if (!aligned || view->len % width || (count >= 0 && view->len / width != count))
+        return PyErr_Format(PyExc_ValueError, "%s: expected %zd items of %zd bytes, got %zd bytes", name, count, width, view->len);
     return view;
 }
 
@@ -51,8 +47,6 @@ bool hold_range(PyObject *object, int64_t start, int64_t end, Py_buffer *view)
 /* walk(buffer, start, end, limit) -> (positions, stop): int64 positions as a bytearray. See `scan.walk`. */
 PyObject *native_walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("walk", nargs, 4))
-        return NULL;
     int64_t start = PyLong_AsLongLong(args[1]), end = PyLong_AsLongLong(args[2]), limit = PyLong_AsLongLong(args[3]);
     if (PyErr_Occurred())
         return NULL;
@@ -96,8 +90,6 @@ PyObject *native_walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 /* join(buffer, starts, sizes, out): copy the ranges [start, start + size) one after the other. `out` is exactly as long. */
 PyObject *native_join(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("join", nargs, 4))
-        return NULL;
     PyObject *result = NULL;
     Buffers held = {0};
     Py_buffer *view, *starts, *sizes, *out;
@@ -171,8 +163,6 @@ bool parts_of(const uint8_t *data, int64_t length, int64_t position, Parts *part
 /* measure(buffer, positions, ok, table): `ok` is a bool for each record, `table` as in `note_parts`. See `Headers._parts`. */
 PyObject *native_measure(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("measure", nargs, 4))
-        return NULL;
     PyObject *result = NULL;
     Buffers held = {0};
     Py_buffer *view, *positions, *ok, *table;
@@ -236,8 +226,6 @@ static inline bool has_inner(const uint8_t *at, int64_t size)
 /* find_inner(buffer, starts, sizes, out): set `out` (bool) to whether "INNER_" occurs in each range, properties of a record. */
 PyObject *native_find_inner(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("find_inner", nargs, 4))
-        return NULL;
     PyObject *result = NULL;
     Buffers held = {0};
     Py_buffer *view, *starts, *sizes, *out;
@@ -287,8 +275,6 @@ int64_t sound_record(const uint8_t *data, int64_t length, int64_t position, int6
    On 0, `record.check_record` checks again: the record may be of a rare kind. */
 PyObject *native_record_holds(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("record_holds", nargs, 4))
-        return NULL;
     int64_t position = PyLong_AsLongLong(args[1]), limit = PyLong_AsLongLong(args[2]);
     int64_t physical_offset = PyLong_AsLongLong(args[3]);
     if (PyErr_Occurred())
@@ -308,8 +294,6 @@ PyObject *native_record_holds(PyObject *module, PyObject *const *args, Py_ssize_
    has too many pairs to compare them all. */
 PyObject *native_pairs(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("pairs", nargs, 2))
-        return NULL;
     PyObject *result = NULL;
     Buffers held = {0};
     Py_buffer *view, *blob_ends;

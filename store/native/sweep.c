@@ -77,8 +77,6 @@ static int64_t meet(const uint8_t *data, int64_t length, int64_t from)
 /* meet(buffer, start, end): load the pages of a range of a mapping before a `sweep`. */
 PyObject *native_meet(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("meet", nargs, 3))
-        return NULL;
     int64_t at = PyLong_AsLongLong(args[1]), end = PyLong_AsLongLong(args[2]);
     if (PyErr_Occurred())
         return NULL;
@@ -96,8 +94,6 @@ PyObject *native_meet(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 /* content_end(buffer, start, end) -> the position after the last byte of the range that is not zero, or `start`. */
 PyObject *native_content_end(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("content_end", nargs, 3))
-        return NULL;
     int64_t start = PyLong_AsLongLong(args[1]), end = PyLong_AsLongLong(args[2]);
     if (PyErr_Occurred())
         return NULL;
@@ -138,8 +134,6 @@ PyObject *native_content_end(PyObject *module, PyObject *const *args, Py_ssize_t
    first occurrence. `tails` counts the records with a possible CRC tail, marked in TAIL: Python must check them. */
 PyObject *native_sweep(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("sweep", nargs, 9))
-        return NULL;
     int64_t at = PyLong_AsLongLong(args[1]), stop = PyLong_AsLongLong(args[2]), base = PyLong_AsLongLong(args[3]);
     int64_t limit = PyLong_AsLongLong(args[4]);
     int64_t populated = PyLong_AsLongLong(args[6]);
@@ -337,8 +331,6 @@ enum { CACHE_LINE = 64, SOON = 16 };
    None: a record is of a rare kind that Python checks, or a tag or key is not ASCII. */
 PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("list", nargs, 10))
-        return NULL;
     int64_t limit = PyLong_AsLongLong(args[1]), count = PyLong_AsLongLong(args[2]), base = PyLong_AsLongLong(args[3]);
     if (PyErr_Occurred())
         return NULL;
@@ -348,10 +340,8 @@ PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     Keys queues = {0};
     Entries entries = {0};
     Order *order = NULL;
-    if (count < 0 || count > limit || limit > INT32_MAX) {
-        PyErr_Format(PyExc_ValueError, "%lld records of %lld", (long long)count, (long long)limit);
-        return NULL;
-    }
+    if (count < 0 || count > limit || limit > INT32_MAX)
+        return PyErr_Format(PyExc_ValueError, "%lld records of %lld", (long long)count, (long long)limit);
     if (!(view = hold(&held, args[0], 1, -1, false, "buffer")) ||
         !(longs = hold(&held, args[4], 8, LONG_ROWS * limit, false, "longs")) ||
         !(ints = hold(&held, args[5], 4, INT_ROWS * limit, false, "ints")) ||
