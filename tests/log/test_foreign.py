@@ -26,7 +26,7 @@ from mqstore.layout.consumequeue import LAST_ADDRESS
 from mqstore.layout.dispatch import few, light_queues, rows_of
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.scan import gather, walk
-from mqstore.log.reading.raw_scan import walk_queue
+from mqstore.log.reading.directory import walk_queue
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from tests.log.support import files, open_in

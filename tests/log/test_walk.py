@@ -10,7 +10,7 @@ import pytest
 
 from mqstore import Message, OutgoingMessage, SendReceipt, StoreConfig
 from mqstore.engine import Finding
-from mqstore.log.reading.raw_scan import walk_queue
+from mqstore.log.reading.directory import walk_queue
 from mqstore.log.reading.reader import GetResult
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore

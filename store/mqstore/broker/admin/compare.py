@@ -32,7 +32,7 @@ from mqstore.files.readonly_fs import QUIET
 from mqstore.files.safe_open import resolved
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES
 from mqstore.log.message import Message, row_of
-from mqstore.log.reading.raw_scan import walk_queue
+from mqstore.log.reading.directory import walk_queue
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.report import Finding
 from mqstore.log.writing.log_tail import QueueRef

@@ -23,8 +23,7 @@ from mqstore.errors import ConfigError, FormatError
 from mqstore.files.segment import place_in_file
 from mqstore.layout.record import Record
 from mqstore.log.message import Message
-from mqstore.log.reading.directory import StoreFiles
-from mqstore.log.reading.raw_scan import walk_queue
+from mqstore.log.reading.directory import StoreFiles, walk_queue
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.reading.tagfilter import parse_tags
 from mqstore.log.recovery.report import Finding

@@ -6,7 +6,6 @@ import errno
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
 
 from mqstore.errors import StoreFullError
 from mqstore.files.jsonfile import FileState, state_of
@@ -21,24 +20,8 @@ from mqstore.signalsafe import Lock
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.001, 0.1
 
 
-class ChangeFeed(Protocol):
-    """Interface by which readers find new messages."""
-
-    def catch_up(self, queue: ConsumeQueue | None, topic: str | None = None) -> None:
-        """Make new messages of `queue` visible. Without a queue, those of `topic`, or of all topics."""
-
-    def check_complete(self) -> None:
-        """Raise StoreFullError if a full disk keeps messages from being shown. For callers that found none."""
-
-    def list_again(self) -> None:
-        """List the segments again. Does nothing in the process that owns them."""
-
-    def wait(self, queue: ConsumeQueue, offset: int, timeout_s: float, is_closed: Callable[[], bool]) -> bool:
-        """Block until `queue` has a unit at `offset`. Return True if it has."""
-
-
 class WriterFeed:
-    """Changes of a store that this process writes."""
+    """Changes of a store that this process writes. `FileFeed` has the same methods."""
 
     def __init__(
         self,
@@ -54,7 +37,8 @@ class WriterFeed:
         self._check_open = check_open
 
     def catch_up(self, queue: ConsumeQueue | None, topic: str | None = None) -> None:
-        """Dispatch the visible messages, in this thread. Does nothing if all messages of `queue` are dispatched."""
+        """Make new messages of `queue` visible. Without a queue, those of `topic`, or of all topics.
+        Here it dispatches all visible messages, in this thread, unless all messages of `queue` are dispatched."""
         if queue is not None and queue.max_offset == queue.next_offset:
             return
         if self._dispatcher.position < self._visible_end():
@@ -62,17 +46,17 @@ class WriterFeed:
             self._dispatcher.catch_up()
 
     def check_complete(self) -> None:
-        """Raise StoreFullError if the units of stored messages have no disk space."""
+        """Raise StoreFullError if the units of stored messages have no disk space. For callers that found none."""
         error = self._dispatcher.error
         if isinstance(error, StoreFullError) and not self._dispatcher.catch_up():
             text = f"{error.strerror}, so stored messages cannot be shown"
             raise StoreFullError(errno.ENOSPC, text, str(error.filename), error.operation)
 
     def list_again(self) -> None:
-        """Do nothing, since this process creates and deletes the segments."""
+        """List the segments again. Does nothing here, since this process creates and deletes them."""
 
     def wait(self, queue: ConsumeQueue, offset: int, timeout_s: float, is_closed: Callable[[], bool]) -> bool:
-        """Wait for a pass of the dispatcher."""
+        """Block until `queue` has a unit at `offset`, and return True. Return False if the time is up."""
         deadline = time.monotonic() + timeout_s
         while True:
             self.catch_up(queue)
@@ -176,3 +160,7 @@ class FileFeed:
             pause = min(2 * pause, _PAUSE_MAX_S)
             self.catch_up(queue)
         return True
+
+
+ChangeFeed = WriterFeed | FileFeed
+"""Source of new messages of a reader."""
