@@ -25,12 +25,11 @@ from mqstore.errors import ConfigError, NotAStoreError, ReadOnlyStoreError, Stor
 from mqstore.files.jsonfile import encode_json
 from mqstore.files.lock import WriterLock
 from mqstore.files.readonly_fs import QUIET
-from mqstore.files.treecopy import TreeCopy
 from mqstore.log.bulk.txn import TXN_FILE, Intent, TxnState
 from mqstore.log.recovery.tail import Tail
 from mqstore.log.snapshot import copy as module
 from mqstore.log.snapshot import point_in_time as looking
-from mqstore.log.snapshot.copy import SnapshotPlan, SnapshotReport, plan_snapshot, snapshot_store
+from mqstore.log.snapshot.copy import SnapshotPlan, SnapshotReport, TreeCopy, plan_snapshot, snapshot_store
 from mqstore.log.snapshot.point_in_time import Original
 from mqstore.log.store import MessageStore
 from tests.children import speaking_child

@@ -71,24 +71,15 @@ else:
         return kind, pid
 
 
-# macOS has the call, too, but its headers call it private and POSIX lockers do not always see it.
-_SET_BYTE: int | None = getattr(fcntl, "F_OFD_SETLK", None) if sys.platform == "linux" else None
+# macOS has F_OFD_SETLK, too, but its headers call it private and POSIX lockers do not always see it. F_SETLK is that of
+# fcntl.lockf. The two differ only in the owner of the lock.
+_SET_BYTE: int = getattr(fcntl, "F_OFD_SETLK", fcntl.F_SETLK) if sys.platform == "linux" else fcntl.F_SETLK
 
 
-def _lock_file(fd: int) -> bool:
-    """Take the lock of the open file without waiting. Return False if it is held."""
-    return _take(lambda: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB))
-
-
-def _lock_byte(fd: int) -> bool:
-    """Take the write lock on byte 0 without waiting. Return False if it is held."""
-    # F_SETLK is the call of fcntl.lockf. F_OFD_SETLK differs only in the owner of the lock.
-    return _take(lambda: fcntl.fcntl(fd, fcntl.F_SETLK if _SET_BYTE is None else _SET_BYTE, _pack(fcntl.F_WRLCK)))
-
-
-def _take(lock: Callable[[], object]) -> bool:
+def _take(lock: Callable[..., object], *arguments: object) -> bool:
+    """Take a lock without waiting. Return False if it is held."""
     try:
-        lock()
+        lock(*arguments)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return False
@@ -190,7 +181,7 @@ class WriterLock:
                 return
             try:
                 # Explicitly, not only by closing: a child forked by C code may still have the descriptor.
-                fcntl.fcntl(fd, fcntl.F_SETLK if _SET_BYTE is None else _SET_BYTE, _pack(fcntl.F_UNLCK))
+                fcntl.fcntl(fd, _SET_BYTE, _pack(fcntl.F_UNLCK))
                 fcntl.flock(fd, fcntl.LOCK_UN)
             finally:
                 # A copy: the garbage collector may close another store during this loop.
@@ -242,7 +233,8 @@ class WriterLock:
 
     def _lock(self, fd: int) -> None:
         try:
-            if not (_lock_file(fd) and _lock_byte(fd)):
+            file = _take(fcntl.flock, fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not (file and _take(fcntl.fcntl, fd, _SET_BYTE, _pack(fcntl.F_WRLCK))):
                 raise _TakenError(_holder(self._fs, fd))
         except MQStoreError:
             raise

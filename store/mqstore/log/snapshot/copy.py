@@ -24,19 +24,20 @@ import os
 import secrets
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from mqstore.closing import Closing
 from mqstore.errors import ConfigError, StoreBusyError, raise_os_error
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import NO_CHECKS, Check
 from mqstore.files.readonly_fs import QUIET
 from mqstore.files.safe_open import resolved
 from mqstore.files.segment import Segment
-from mqstore.files.treecopy import TreeCopy
 from mqstore.log.recovery.recover import Progress, RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.recovery.report import Cut, Finding, RecoveryReport
@@ -46,6 +47,8 @@ from mqstore.options import StoreConfig
 _STARTS: Final = 20
 _SUFFIX: Final = ".partial-"
 _LEFT_SHOWN: Final = 8
+_UNSYNCED: Final = 16
+"""Number of files that the system may be writing at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +297,89 @@ def _is_linked(segment: Segment, moment: PointInTime) -> bool:
 # -- copying -----------------------------------------------------------------------------------------------------------
 
 
+class TreeCopy(Closing):
+    """New directory `target`, filled from `source` by `file`, `content` and `link`. Names are paths within the two.
+
+    Modes and times are the original's, and so is the owner if that is permitted. `on_bytes(count)` is called for
+    written bytes. Errors are those of `FileSystem`. A name that already exists is FileExistsError.
+    """
+
+    def __init__(self, source: Path, target: Path, fs: FileSystem, on_bytes: Callable[[int], object]) -> None:
+        self._source = source
+        self._target = target
+        self._fs = fs
+        self._on_bytes = on_bytes
+        self._unsynced: deque[int] = deque()
+        self._folders: dict[str, None] = {}
+        self.folder("")
+
+    def close(self) -> None:
+        """Close the files that were not synced."""
+        while self._unsynced:
+            self._fs.close(self._unsynced.popleft())
+
+    def folder(self, name: str) -> None:
+        """Create a folder and its parents."""
+        if name in self._folders:
+            return
+        if name:
+            self.folder(os.path.dirname(name))
+        self._fs.mkdir(self._target / name, exist_ok=True)
+        self._folders[name] = None
+
+    def content(self, name: str, content: bytes) -> None:
+        """Write a file whose content was read before. The original may be gone."""
+        fd = self._create(name)
+        self._fs.pwrite(fd, content, 0)
+        with suppress(FileNotFoundError):
+            self._fs.take_after(fd, QUIET.stat(self._source / name))
+        self._on_bytes(len(content))
+        self._sync_some()
+
+    def file(self, name: str, source: int, length: int | None = None) -> None:
+        """Copy an open file, or its first `length` bytes with zeros up to its size.
+        Bytes written later through a mapping get their disk blocks then."""
+        found = QUIET.stat(source)
+        length = found.st_size if length is None else length
+        fd = self._create(name)
+        self._fs.truncate_sparse(fd, found.st_size)
+        self._fs.copy(source, fd, length)
+        self._fs.take_after(fd, found)
+        self._fs.write_back(fd)
+        self._on_bytes(length)
+        self._sync_some()
+
+    def link(self, name: str) -> None:
+        """Give the same file a second name. Both directories must be on one file system."""
+        self.folder(os.path.dirname(name))
+        self._fs.link(self._source / name, self._target / name)
+
+    def sync(self) -> None:
+        """Return once all copied files, and the directory itself, are on disk."""
+        self._sync_some(0)
+        for name in reversed(self._folders):
+            with suppress(FileNotFoundError):
+                self._fs.take_after(self._target / name, QUIET.stat(self._source / name))
+            self._fs.sync_directory(self._target / name)
+        self._fs.sync_directory(self._target.parent)
+
+    def _create(self, name: str) -> int:
+        self.folder(os.path.dirname(name))
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        fd = self._fs.open(self._target / name, flags)
+        self._unsynced.append(fd)
+        return fd
+
+    def _sync_some(self, left: int = _UNSYNCED) -> None:
+        """Sync all but `left` files by the descriptors that wrote them, which receive the system's errors."""
+        while len(self._unsynced) > left:
+            fd = self._unsynced.popleft()
+            try:
+                self._fs.fdatasync(fd)
+            finally:
+                self._fs.close(fd)
+
+
 class _GoneError(Exception):
     """Retention has deleted a segment before it was copied."""
 
@@ -354,7 +440,7 @@ class _Making:
         )
 
     def _copy_to(self, target: Path) -> TreeCopy:
-        return TreeCopy(self._original.root, target, fs=self._fs, source_fs=QUIET, on_bytes=self._meter.add)
+        return TreeCopy(self._original.root, target, self._fs, self._meter.add)
 
     def _bring_aside(self, files: list[Found]) -> None:
         """Copy the files that go aside, again for each attempt.
