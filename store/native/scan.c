@@ -160,7 +160,7 @@ bool parts_of(const uint8_t *data, int64_t length, int64_t position, Parts *part
     return true;
 }
 
-/* measure(buffer, positions, ok, table): `ok` is a bool for each record, `table` as in `note_parts`. See `Headers._parts`. */
+/* measure(buffer, positions, ok, table): `ok` is a bool for each record, `table` as in `note_parts`. See `Headers.parts`. */
 PyObject *native_measure(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     PyObject *result = NULL;

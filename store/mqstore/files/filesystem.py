@@ -186,14 +186,10 @@ class FileSystem:
     def pread(self, fd: int, length: int, position: int) -> bytes:
         """Return the bytes at [position, position + length), fewer only at the file's end. Allocates first."""
         try:
-            data = os.pread(fd, length, position)
-            if len(data) != length and data:
-                parts = [data]
-                got = len(data)
-                while got < length and (part := os.pread(fd, length - got, position + got)):
-                    parts.append(part)
-                    got += len(part)
-                data = b"".join(parts)
+            data = part = os.pread(fd, length, position)
+            while part and len(data) < length:
+                part = os.pread(fd, length - len(data), position + len(data))
+                data += part
         except OSError as error:
             self._fail(error, fd, "pread")
         return data

@@ -290,14 +290,11 @@ def check_index(buf: ReadableBuffer, slots: int, entries: int) -> list[IndexProb
     """
     with memoryview(buf) as view:
         length = view.nbytes
-    if length != file_bytes(slots, entries):
-        wanted = file_bytes(slots, entries)
-        problem = IndexProblem(min(length, wanted), "length", f"{length} bytes instead of {wanted}")
+    problems: list[IndexProblem] = []
+    if length != (wanted := file_bytes(slots, entries)):
+        problems.append(IndexProblem(min(length, wanted), "length", f"{length} bytes instead of {wanted}"))
         if length < wanted:
-            return [problem]
-        problems = [problem]
-    else:
-        problems = []
+            return problems
     view = memoryview(buf)
     _check_length(view, slots, entries)
     slot_table = np.frombuffer(view, SLOT_DTYPE, slots, HEADER_BYTES)

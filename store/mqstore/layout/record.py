@@ -270,23 +270,20 @@ def _measure(view: memoryview, position: int, end: int) -> _Shape:
     return _Shape(head, body_at, body_size, topic_at, topic_size, properties_at, properties_size)
 
 
-def decode_record(buf: ReadableBuffer, position: int = 0, *, limit: int | None = None) -> Record:
-    """Return the record that starts at `buf[position]` and ends before `limit` (default: the end of `buf`).
+def decode_record(buf: ReadableBuffer, position: int = 0) -> Record:
+    """Return the record that starts at `buf[position]`.
 
     All values are copied. Only compares the inner lengths with totalSize, and neither checksum nor physical offset
     (`check_record` does). Raises `FormatError` with the field and its position in `buf`.
     """
     with memoryview(buf) as view:
-        end = view.nbytes if limit is None else min(limit, view.nbytes)
-        shape = _measure(view, position, end)
-        head = shape.head
+        shape = _measure(view, position, view.nbytes)
         return Record(
-            head[0], head[1], head[2], head[3], head[4], head[5], head[6],
-            head[7], head[8], head[9], head[10], head[11], head[12], head[13],
+            *shape.head[:-1],
             bytes(view[shape.body_at : shape.body_at + shape.body_size]),
             bytes(view[shape.topic_at : shape.topic_at + shape.topic_size]),
             bytes(view[shape.properties_at : shape.properties_at + shape.properties_size]),
-        )  # fmt: skip
+        )
 
 
 # --- checking -------------------------------------------------------------------------------------------------------

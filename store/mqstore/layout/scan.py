@@ -245,6 +245,11 @@ def _int64s(name: str, *, moves: bool = False) -> cached_property[_Int64s]:
     return cached_property(lambda headers: headers.column(name, np.int64, moves=moves))
 
 
+def _part(column: int) -> cached_property[_Int64s]:
+    """Return a column of `Headers.parts`."""
+    return cached_property(lambda headers: headers.parts[column])
+
+
 class Headers:
     """Fields of many records as numpy arrays, each built on first use and then kept.
 
@@ -363,11 +368,11 @@ class Headers:
         return names, run.ints[_TOPIC, : len(self)]
 
     def take_parts(self, table: np.NDArray[np.int64]) -> None:
-        """Set the columns of `_parts` that a caller has computed. All records are ok."""
-        self._parts = (np.ones(len(self), np.bool_), table[0], table[1], table[2], table[3], table[4], table[5])
+        """Set the columns of `parts` that a caller has computed. All records are ok."""
+        self.parts = (np.ones(len(self), np.bool_), table[0], table[1], table[2], table[3], table[4], table[5])
 
     @cached_property
-    def _parts(self) -> tuple[_Bools, _Int64s, _Int64s, _Int64s, _Int64s, _Int64s, _Int64s]:
+    def parts(self) -> tuple[_Bools, _Int64s, _Int64s, _Int64s, _Int64s, _Int64s, _Int64s]:
         """Return `ok`, then position and size of body, topic and properties. Lengths are compared before use."""
         if kernel is not None:
             good, table = np.empty(len(self), np.bool_), np.empty((6, len(self)), np.int64)
@@ -402,32 +407,15 @@ class Headers:
 
     @cached_property
     def ok(self) -> _Bools:
-        return self._parts[0]
+        return self.parts[0]
 
-    @property
-    def body_position(self) -> _Int64s:
-        return self._parts[1]
-
-    @property
-    def body_size(self) -> _Int64s:
-        return self._parts[2]
-
-    @property
-    def topic_position(self) -> _Int64s:
-        return self._parts[3]
-
-    @property
-    def topic_size(self) -> _Int64s:
-        """Length of the UTF-8 topic in bytes."""
-        return self._parts[4]
-
-    @cached_property
-    def properties_position(self) -> _Int64s:
-        return self._parts[5]
-
-    @cached_property
-    def properties_size(self) -> _Int64s:
-        return self._parts[6]
+    body_position = _part(1)
+    body_size = _part(2)
+    topic_position = _part(3)
+    topic_size = _part(4)
+    """Length of the UTF-8 topic in bytes."""
+    properties_position = _part(5)
+    properties_size = _part(6)
 
 
 def gather(buf: ReadableBuffer, positions: np.ArrayLike) -> Headers:

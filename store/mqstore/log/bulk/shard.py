@@ -44,6 +44,7 @@ from mqstore.options import Profile
 WINDOW_BYTES = 8 << 20
 _INNER = re.compile(b"INNER_")
 _NUMBERS = ("records", "bytes", "crc32c", "largest")
+"""Members of `shard.json` that are numbers, in the order of `Shard`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,16 +131,8 @@ class Shard:
         for name in _NUMBERS:
             if type(value.get(name)) is not int or not 0 <= value[name] < 1 << 63:
                 _refuse(path, f"{name} must be a number that is not negative, not {value.get(name)!r:.80}", name)
-        shard = cls(
-            folder=folder,
-            records=value["records"],
-            bytes=value["bytes"],
-            crc32c=value["crc32c"],
-            largest=value["largest"],
-            queues=_queues(path, value.get("queues")),
-            limits=limits,
-            fs=fs,
-        )
+        numbers = (value[name] for name in _NUMBERS)
+        shard = cls(folder, *numbers, queues=_queues(path, value.get("queues")), limits=limits, fs=fs)
         if shard.largest > limits.max_record_bytes:
             _refuse(
                 path,
@@ -183,9 +176,9 @@ class Shard:
                 _refuse(self.file, f"{name}: shard.json says {wanted!r:.200}, the records are {found!r:.200}", name)
         return remembered if records <= remember else None
 
-    def window_bytes(self, least: int = WINDOW_BYTES) -> int:
+    def window_bytes(self) -> int:
         """Return a buffer size that fits any record, and most windows."""
-        return max(1, min(self.bytes, max(least, self.largest)))
+        return max(1, min(self.bytes, max(WINDOW_BYTES, self.largest)))
 
     def windows(self, take: Callable[[int], memoryview]) -> Iterator[Window]:
         """Yield all records in order, in windows.

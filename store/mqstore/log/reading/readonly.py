@@ -37,8 +37,6 @@ class ReadOnlyMessageStore(IteratingReader):
     """Store directory, opened for reading. Use `mqstore.open` with mode="r"."""
 
     mode: ClassVar[Literal["r", "rw"]] = "r"
-    exact: ClassVar[bool] = False
-    """True if the whole last file of each queue is read after a clean close, too."""
     news: FileFeed
 
     def __init__(
@@ -80,7 +78,7 @@ class ReadOnlyMessageStore(IteratingReader):
             finding = finding_of(problem, self.log_files.segment_bytes)
             self.records.log_lost(finding, "Its messages are skipped")
         load_deleted(self.parts, writer=False)
-        self.queue_table.load(exact=self.exact or not self.clean_shutdown, then=self._bound)
+        self.queue_table.load(exact=not self.clean_shutdown, then=self._bound)
         lost = self.clean_shutdown and self.parts.has_lost_queues()
         if lost or (self.parts.has_no_queues() and not writer_alive(self.path, self.fs)):
             _log.warning(
@@ -135,8 +133,7 @@ class ReadOnlyMessageStore(IteratingReader):
         run, now_ms = self.log_files, self.clock.now_ms()
         surplus = settle_surplus(run, self._surplus, self.path, now_ms, self.fs, writing=False)
         self.parts.load_problems = [p for p in self.parts.load_problems if not p.is_surplus(run.segment_bytes)]
-        if not (self.exact and self.clean_shutdown):  # otherwise this has been done, and no queue was shortened
-            self.queue_table.load(exact=True)
+        self.queue_table.load(exact=True)
         self.log_files.extend_in_memory()
         self.recovery = recover(self.parts, options, progress).report
         report_renamed(self.recovery, places, surplus)

@@ -26,10 +26,6 @@ from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 
 
-class _PlannedStore(ReadOnlyMessageStore):
-    exact = True
-
-
 def recover_store(
     path: str | os.PathLike[str],
     options: RecoverOptions,
@@ -56,7 +52,7 @@ def recover_store(
     root = Path(resolved(path))
     if options.dry_run:
         refuse_beside_writer(root, fs)  # a record being written cannot be checked
-        with _PlannedStore(root, config=config, fs=fs) as store:
+        with ReadOnlyMessageStore(root, config=config, fs=fs) as store:
             manifests.stored(root, store.config, fs)  # raises if it was derived, since a recovery refuses that
             report = store.plan_recovery(options, progress)
             return _completed(report, store, json_checks, record_check)
