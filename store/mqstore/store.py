@@ -77,9 +77,10 @@ def _close_all() -> None:
 
 
 class _Maker:
-    """Method with the parameters of a class, except the broker. The class is imported when they are asked for."""
+    """Method that makes an object for its store. Its parameters are those of the object's class, except the broker.
+    The class is imported when the method is called, or its parameters are asked for."""
 
-    def __init__(self, kind: Callable[[], Any], method: Callable[..., Any]) -> None:
+    def __init__(self, kind: Callable[[], Any], method: Callable[..., object]) -> None:
         self._kind = kind
         update_wrapper(self, method)
 
@@ -87,7 +88,9 @@ class _Maker:
         return self if store is None else MethodType(self, store)
 
     def __call__(self, store: Store, /, *args: Any, **options: Any) -> Any:
-        return self.__wrapped__(store, *args, **options)  # type: ignore[attr-defined]
+        made = self._kind()(store.broker, *args, **options)
+        store._made[self.__name__].add(made)  # type: ignore[attr-defined]  # noqa: SLF001  (a method of it)
+        return made
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -97,9 +100,9 @@ class _Maker:
         return inspect.Signature([store, *others], return_annotation=kind)
 
 
-def _takes_options_of(
+def _makes(
     kind: Callable[[], Callable[Concatenate[BrokerContract, _P], _T]],
-) -> Callable[[Callable[..., _T]], Callable[Concatenate[Any, _P], _T]]:
+) -> Callable[[Callable[[Any], object]], Callable[Concatenate[Any, _P], _T]]:
     return partial(_Maker, kind)
 
 
@@ -171,9 +174,9 @@ class Store(Closing, Sending):
 
     def _prepare(self) -> None:
         self._pid = os.getpid()
-        self._consumers: WeakSet[client.PullConsumer | client.PushConsumer | client.SimpleConsumer] = WeakSet()
-        self._producers: WeakSet[client.Producer] = WeakSet()
-        self._queues: WeakSet[Queue[Any]] = WeakSet()
+        makers = [name for name, each in vars(Store).items() if isinstance(each, _Maker)]
+        self._made: dict[str, WeakSet[Any]] = {name: WeakSet() for name in makers}
+        """Objects that the methods of these names have made."""
         self._servers: list[ServerThread] = []
 
     def _register(self) -> None:
@@ -437,41 +440,26 @@ class Store(Closing, Sending):
     @overload
     def queue(self, name: str, *, codec: None = None, **options: Unpack[QueueOptions]) -> Queue[bytes]: ...
 
-    @_takes_options_of(lambda: Queue)  # type: ignore[misc]  # for `help`, which shows no overloads
-    def queue(self, *args: Any, **options: Any) -> Queue[Any]:
+    @_makes(lambda: Queue)  # type: ignore[misc]  # for `help`, which shows no overloads
+    def queue(self) -> None:
         """Return a persistent queue with the verbs of `queue.Queue`. See `Queue`."""
-        queue: Queue[Any] = Queue(self.broker, *args, **options)
-        self._queues.add(queue)
-        return queue
 
-    @_takes_options_of(lambda: client.Producer)
-    def producer(self, *args: Any, **options: Any) -> client.Producer:
+    @_makes(lambda: client.Producer)
+    def producer(self) -> None:
         """Return a producer of messages, one or many, now or later, or in transactions. See `Producer`."""
-        producer = client.Producer(self.broker, *args, **options)
-        self._producers.add(producer)
-        return producer
 
-    @_takes_options_of(lambda: client.SimpleConsumer)
-    def simple_consumer(self, *args: Any, **options: Any) -> client.SimpleConsumer:
+    @_makes(lambda: client.SimpleConsumer)
+    def simple_consumer(self) -> None:
         """Return a consumer that receives messages on request, each leased for a time. See `SimpleConsumer`.
         `topics` maps names to tags, "*" for all."""
-        consumer = client.SimpleConsumer(self.broker, *args, **options)
-        self._consumers.add(consumer)
-        return consumer
 
-    @_takes_options_of(lambda: client.PullConsumer)
-    def pull_consumer(self, *args: Any, **options: Any) -> client.PullConsumer:
+    @_makes(lambda: client.PullConsumer)
+    def pull_consumer(self) -> None:
         """Return a consumer that reads when it is polled, and keeps its offsets. See `PullConsumer`."""
-        consumer = client.PullConsumer(self.broker, *args, **options)
-        self._consumers.add(consumer)
-        return consumer
 
-    @_takes_options_of(lambda: client.PushConsumer)
-    def push_consumer(self, *args: Any, **options: Any) -> client.PushConsumer:
+    @_makes(lambda: client.PushConsumer)
+    def push_consumer(self) -> None:
         """Return a consumer that calls handlers on its own threads. See `PushConsumer`."""
-        consumer = client.PushConsumer(self.broker, *args, **options)
-        self._consumers.add(consumer)
-        return consumer
 
     def dead_letters(self, group: str) -> DeadLetters:
         """Return the dead letters of a group, to list, replay and purge."""
@@ -570,29 +558,23 @@ class Store(Closing, Sending):
 
         It waits for none, so that a hanging consumer does not leave the others running. An application calls `close`.
         """
-        self._end_all(
-            consumer._stop_handlers for consumer in tuple(self._consumers) if isinstance(consumer, client.PushConsumer)
-        )
+        self._end_all(consumer._stop_handlers for consumer in tuple(self._made["push_consumer"]))
 
     def _close_stopped(self, timeout_s: float, until: float) -> None:
         """Close after `_stop_handlers`, and wait for handlers until `until` (`time.monotonic`).
         An application calls `close`."""
         if os.getpid() != self._pid:
             return
-        consumers = tuple(self._consumers)
-        pushing = [each for each in consumers if isinstance(each, client.PushConsumer)]
         # Idle consumers first, so that their offsets are saved before the wait for a handler that hangs. Halting again
         # only counts the handlers that run.
-        pushing.sort(key=lambda each: each._stop_handlers())
+        pushing = sorted(self._made["push_consumer"], key=lambda each: each._stop_handlers())
         self._end_all(server.close for server in self._servers)  # first, while what its clients wait for still works
         self._end_all(partial(_in_time, each.stop, until) for each in pushing)
-        for each in consumers:
-            if isinstance(each, client.PullConsumer):
-                self._end_all([partial(each.close, done=False)])  # its last messages may be unfinished
-            elif isinstance(each, client.SimpleConsumer):
-                self._end_all([each.close])
+        # The last messages of a pull consumer may be unfinished.
+        self._end_all(partial(each.close, done=False) for each in tuple(self._made["pull_consumer"]))
+        self._end_all(each.close for each in tuple(self._made["simple_consumer"]))
         until = time.monotonic() + timeout_s  # a new timeout: submitted messages must be stored
-        self._end_all(partial(_in_time, producer.close, until) for producer in tuple(self._producers))
+        self._end_all(partial(_in_time, producer.close, until) for producer in tuple(self._made["producer"]))
         if self._broker is not None:
             self._broker.close(timeout_s)
         else:

@@ -153,7 +153,7 @@ class RemoteStore(Store):
         broker: Any = self._broker
         if isinstance(broker, RemoteBroker):
             broker._begin()
-        for queue in list(self._queues):
+        for queue in list(self._made["queue"]):
             queue._begin()
 
     @property
