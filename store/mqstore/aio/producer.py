@@ -17,7 +17,7 @@ from typing import Any, Unpack
 from mqstore.aio.base import Closable, Value, apart, called, in_order, to_its_end
 from mqstore.aio.loop_thread import LoopThread, owned, size_of
 from mqstore.client.send import producer, transaction
-from mqstore.client.send.producer import Selector
+from mqstore.client.send.preparing import Selector
 from mqstore.contract import SendOptions
 from mqstore.errors import SendError, StoreIOError
 from mqstore.log.commitlog import SendReceipt

@@ -18,6 +18,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
+from functools import partial
 from typing import Final, Literal, NamedTuple, NoReturn, TypeVar, Unpack, cast
 
 from mqstore.broker.delay.route import routed_properties
@@ -55,8 +56,6 @@ from mqstore.log.commitlog import SendReceipt
 from mqstore.log.writing.outgoing import Body, OutgoingMessage
 from mqstore.options import Durability, Duration, check_whole, seconds
 from mqstore.signalsafe import Future, Gate, Lock
-
-__all__ = ["Producer", "Selector"]
 
 _log = logging.getLogger("mqstore")
 
@@ -233,13 +232,15 @@ class Producer(Closing):
         return receipt
 
     def _append(self, ready: Ready, options: SendOptions) -> SendReceipt:
-        def put() -> SendReceipt:
-            return self._put(ready.topic, ready.body, queue_id=ready.queue_id, **options)
+        put = partial(self._put, ready.topic, ready.body, queue_id=ready.queue_id, **options)
+        return self._tried(put, ready.retries)
 
+    def _tried(self, attempt: Callable[[], T], retries: int) -> T:
+        """Return `attempt()`. A busy store gets up to `retries` more attempts within `timeout`."""
         try:
-            return put()
+            return attempt()
         except StoreBusyError as busy:
-            return self._again(put, ready.retries, busy)
+            return self._again(attempt, retries, busy)
 
     def _again(self, attempt: Callable[[], T], retries: int, busy: StoreBusyError) -> T:
         """Repeat an attempt that met a busy store, up to `retries` times within `timeout`."""
@@ -323,10 +324,7 @@ class Producer(Closing):
                 done.extend(cast(Sequence[SendReceipt], error.receipts))
                 raise
 
-        try:
-            put()
-        except StoreBusyError as busy:
-            self._again(put, run[0].retries, busy)
+        self._tried(put, run[0].retries)
 
     def _notify_many(self, readies: Sequence[Ready], done: Sequence[SendReceipt], error: BaseException | None) -> None:
         if not self._hooked:
@@ -436,38 +434,30 @@ class Producer(Closing):
         if check and self._checker is None:
             raise ConfigError("check=True asks the producer's checker: give the producer one")
         self._join()
-        broker, preparer = self._broker, self._preparer
-        return Transaction(
-            broker.transactions, self._checks, preparer=preparer, prepare=self._prepare, sync=broker.sync, check=check
-        )
+        return Transaction(self._broker, self._checks, self._preparer, self._prepare, check=check)
 
     def _join(self) -> None:
         """Have the engine ask here about open transactions of the group."""
         with self._lock:
             if not self._joined and not self._closed:
                 self._joined = True
-                self._checks.join(self._broker.transactions, self._checker)
+                self._checks.join(self._checker)
 
     def _prepare(self, ready: Ready) -> TransactionHandle:
         """Store a half message."""
         options = ready.options
-
-        def prepare() -> TransactionHandle:
-            return self._broker.transactions.prepare(
-                ready.topic,
-                ready.body,
-                routed_properties(options, now_ms=0, max_delay_ms=0),
-                producer_group=self.group,
-                queue_id=ready.queue_id,
-                flag=options.get("flag", 0),
-                sys_flag=COMPRESSED | COMPRESSION_ZLIB if options.get("compressed") else 0,
-                durability=options.get("durability"),
-            )
-
-        try:
-            return prepare()
-        except StoreBusyError as busy:
-            return self._again(prepare, ready.retries, busy)
+        prepare = partial(
+            self._broker.transactions.prepare,
+            ready.topic,
+            ready.body,
+            routed_properties(options, now_ms=0, max_delay_ms=0),
+            producer_group=self.group,
+            queue_id=ready.queue_id,
+            flag=options.get("flag", 0),
+            sys_flag=COMPRESSED | COMPRESSION_ZLIB if options.get("compressed") else 0,
+            durability=options.get("durability"),
+        )
+        return self._tried(prepare, ready.retries)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -497,7 +487,7 @@ class Producer(Closing):
         finally:
             self._closing.open()
             if joined:
-                self._checks.leave(self._broker.transactions, self._checker)
+                self._checks.leave(self._checker)
         for ready, future in left:
             error = StoreClosedError(f"producer {self.group!r} was closed before this message was stored")
             if future.set_running_or_notify_cancel():

@@ -47,7 +47,8 @@ class GroupChecks:
     """State of a group's transactions in this process.
     The engine has one callback for each group, so all producers of the group share it."""
 
-    def __init__(self, group: str) -> None:
+    def __init__(self, transactions: TransactionCalls, group: str) -> None:
+        self._transactions = transactions
         self._group = group
         self._lock = Lock()
         self._checkers: list[Checker | None] = []
@@ -57,36 +58,35 @@ class GroupChecks:
         self._decided: dict[str, bool] = {}
         """Outcome of half messages that could not be committed or rolled back: True for a commit."""
 
-    def join(self, transactions: TransactionCalls, checker: Checker | None) -> None:
+    def join(self, checker: Checker | None) -> None:
         """Add a producer of the group."""
         with self._lock:
             self._checkers.append(checker)
-        transactions.on_check(self._group, self.answer)
+        self._transactions.on_check(self._group, self.answer)
 
-    def leave(self, transactions: TransactionCalls, checker: Checker | None) -> None:
+    def leave(self, checker: Checker | None) -> None:
         """Remove a producer. Decided outcomes are still answered. Running blocks are not asked about."""
         with self._lock:
             self._checkers.remove(checker)
-        self._withdraw(transactions)
+        self._withdraw()
 
     def begin(self, unique_key: str) -> None:
         with self._lock:
             self._running.add(unique_key)
 
-    def end(self, transactions: TransactionCalls, unique_key: str, decided: bool | None = None) -> None:
+    def end(self, unique_key: str, decided: bool | None = None) -> None:
         """Note that a block has ended. `decided` is an outcome that could not be carried out."""
         with self._lock:
             self._running.discard(unique_key)
             if decided is not None:
                 self._decided[unique_key] = decided
-        self._withdraw(transactions)
+        self._withdraw()
 
-    def _withdraw(self, transactions: TransactionCalls) -> None:
+    def _withdraw(self) -> None:
         with self._lock:
-            self._decided = {key: how for key, how in self._decided.items() if transactions.get(key) is not None}
-            if self._checkers or self._running or self._decided:
-                return
-            transactions.on_check(self._group, None)
+            self._decided = {key: how for key, how in self._decided.items() if self._transactions.get(key) is not None}
+            if not (self._checkers or self._running or self._decided):
+                self._transactions.on_check(self._group, None)
 
     def answer(self, message: Message) -> bool | NobodyAsked | None:
         """Answer the engine about a half message."""
@@ -109,7 +109,7 @@ class GroupChecks:
 
 def checks_of(broker: BrokerContract, group: str) -> GroupChecks:
     """Return the checks of that group of that engine. Without a lock, since `setdefault` is one step."""
-    checks: GroupChecks = broker.shared.setdefault(group, GroupChecks(group))
+    checks: GroupChecks = broker.shared.setdefault(group, GroupChecks(broker.transactions, group))
     return checks
 
 
@@ -128,18 +128,16 @@ class Transaction:
 
     def __init__(
         self,
-        transactions: TransactionCalls,
+        broker: BrokerContract,
         checks: GroupChecks,
-        *,
         preparer: Preparer,
         prepare: Callable[[Ready], TransactionHandle],
-        sync: Callable[[], None],
+        *,
         check: bool,
     ) -> None:
+        self._broker = broker
         self._preparer = preparer
         self._prepare = prepare
-        self._sync = sync
-        self._transactions = transactions
         self._checks = checks
         self._check = check
         self._state: Literal["new", "open", "commit", "rollback", "unknown"] = "new"
@@ -160,7 +158,7 @@ class Transaction:
             self._checks.begin(unique_key)
             self._halves.append((self._prepare(ready), ready.message))
         except BaseException as error:
-            self._checks.end(self._transactions, unique_key)
+            self._checks.end(unique_key)
             self._preparer.notify(ready.message, None, error)
             raise
         self._flush = self._flush or ready.flush
@@ -190,12 +188,13 @@ class Transaction:
         self._state = "unknown"
         denial = TransactionStateError("the checker does not say that the block was committed: nothing is sent", None)
         try:
-            if all(self._checks.ask(self._transactions.half_message(handle)) is True for handle, _ in self._halves):
+            half = self._broker.transactions.half_message
+            if all(self._checks.ask(half(handle)) is True for handle, _ in self._halves):
                 return
             raise denial
         except BaseException as error:
             for handle, message in self._halves:
-                self._checks.end(self._transactions, handle.transaction_id)
+                self._checks.end(handle.transaction_id)
                 self._preparer.notify(message, None, error)
             raise
 
@@ -209,7 +208,7 @@ class Transaction:
             failed = failed or error
         if self._flush and any(self.receipts):
             try:
-                self._sync()
+                self._broker.sync()
             except FlushTimeoutError as late:
                 failed = failed or FlushTimeoutError(str(late), self.receipts[-1])
             except MQStoreError as error:
@@ -224,7 +223,7 @@ class Transaction:
         errors = [error for _, error in self._end_all("rollback", cause) if error is not None]
         if self._flush:
             try:
-                self._sync()
+                self._broker.sync()
             except MQStoreError as late:
                 errors.append(late)
         for each in errors:
@@ -241,14 +240,14 @@ class Transaction:
                 receipt: SendReceipt | None = None
                 error: MQStoreError | None = None
                 try:
-                    receipt = self._transactions.end(handle, outcome, durability="append")
+                    receipt = self._broker.transactions.end(handle, outcome, durability="append")
                 except (MQStoreError, LookupError) as raised:
                     error = raised if isinstance(raised, MQStoreError) else MQStoreError(str(raised))
                 later = error is not None and not isinstance(error, TransactionStateError)
-                self._checks.end(self._transactions, handle.transaction_id, outcome == "commit" if later else None)
+                self._checks.end(handle.transaction_id, outcome == "commit" if later else None)
                 ended.append((receipt, error))
                 self._preparer.notify(message, receipt, error or cause)
         finally:
             for handle, _ in self._halves[len(ended) :]:
-                self._checks.end(self._transactions, handle.transaction_id, outcome == "commit")
+                self._checks.end(handle.transaction_id, outcome == "commit")
         return ended
