@@ -24,21 +24,6 @@ from mqstore.errors import ConfigError, FilterError, OffsetOutOfRangeError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.reading.reader import to_ms
 
-__all__ = [
-    "GroupProgress",
-    "LocalProgress",
-    "Progress",
-    "Start",
-    "Wanted",
-    "begin_in",
-    "check_order",
-    "check_start",
-    "enter_group",
-    "order_of",
-    "place",
-    "wanted",
-]
-
 
 class GroupProgress:
     """Offsets of a group, of which this client is a member (delivery#group-start).

@@ -118,10 +118,11 @@ class Interceptors:
             if not isinstance(each, Interceptor):
                 raise ConfigError(f"{each!r:.80} is not made from a class derived from mqstore.Interceptor")
         for name in self.__annotations__:
-            hooks = _hooks(interceptors, name)
+            plain = getattr(Interceptor, name)
+            hooks = tuple(getattr(each, name) for each in interceptors if getattr(type(each), name) is not plain)
             for hook in hooks:
                 check_plain(f"an interceptor's {name}", hook)
-            setattr(self, name, tuple(hooks))
+            setattr(self, name, hooks)
         self.log = LimitedLog() if log is None else log
 
     def notify(self, hooks: Sequence[Callable[..., object]], *arguments: Any) -> None:
@@ -195,8 +196,3 @@ class Interceptors:
 
 def _name(hook: Callable[..., object]) -> str:
     return str(getattr(hook, "__qualname__", hook))
-
-
-def _hooks(interceptors: Sequence[Interceptor], name: str) -> list[Any]:
-    plain = getattr(Interceptor, name)
-    return [getattr(each, name) for each in interceptors if getattr(type(each), name, plain) is not plain]

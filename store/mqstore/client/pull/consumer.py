@@ -24,14 +24,14 @@ from types import TracebackType
 from typing import Final
 
 from mqstore.client.allocation import Strategy, strategy_named
-from mqstore.client.groupsettings import Start, Wanted, begin_in, check_start, enter_group, place, wanted
+from mqstore.client.groupsettings import Wanted, begin_in, check_start, enter_group, place, wanted
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.membership import Membership, client_id_of
 from mqstore.client.pull.positions import Positions, named
 from mqstore.client.send.preparing import one_of
 from mqstore.client.waits import Ready
-from mqstore.contract import BrokerContract, Filter, Mode
+from mqstore.contract import BrokerContract, Filter, Mode, Start
 from mqstore.errors import ConfigError, MQStoreError, NotPermittedError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message

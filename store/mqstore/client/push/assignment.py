@@ -23,13 +23,13 @@ from itertools import chain
 from typing import Protocol
 
 from mqstore.broker.names import retry_topic
-from mqstore.client.groupsettings import Progress, Start, place
+from mqstore.client.groupsettings import Progress, place
 from mqstore.client.membership import Membership
 from mqstore.client.push.batches import Context
 from mqstore.client.push.handler_call import Subscription
 from mqstore.client.push.processqueue import ProcessQueue, QueueInfo
 from mqstore.client.push.workers import Flow, Worker
-from mqstore.contract import Filter, ReadResult
+from mqstore.contract import Filter, ReadResult, Start
 from mqstore.errors import (
     ConfigError,
     GroupInUseError,

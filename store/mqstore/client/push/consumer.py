@@ -36,7 +36,6 @@ from mqstore.client.consumerstats import ConsumerStats, QueueStats, topic_stats
 from mqstore.client.groupsettings import (
     GroupProgress,
     LocalProgress,
-    Start,
     check_order,
     check_start,
     enter_group,
@@ -56,7 +55,7 @@ from mqstore.client.push.pop import PopEngine
 from mqstore.client.push.processqueue import Limits
 from mqstore.client.push.workers import Workers, at_signals
 from mqstore.client.send.preparing import one_of
-from mqstore.contract import AttemptNotes, BlockedQueue, BrokerContract, Mode, RetryPolicy
+from mqstore.contract import AttemptNotes, BlockedQueue, BrokerContract, Mode, RetryPolicy, Start
 from mqstore.errors import ConfigError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message

@@ -235,12 +235,11 @@ class ProcessQueue:
             if back and ahead < back[0]:  # earlier messages were already put back
                 self._waiting = OrderedDict(sorted(self._waiting.items()))
 
-    def rollback(self) -> list[Message]:
-        """Put back all taken messages, and return them."""
+    def rollback(self) -> None:
+        """Put back all taken messages."""
         with self._lock:
             taken = list(self._taken.values())
         self.again(taken)
-        return taken
 
     def is_stuck(self) -> bool:
         """Return True if nothing waits, and nothing can be pulled before taken messages are settled."""
