@@ -24,7 +24,7 @@ from mqstore.clock import SystemClock
 from mqstore.errors import ConfigError, MQStoreError, QueueEmpty, ReceiptExpiredError, StoreFullError
 from mqstore.remote import connection as client_side
 from mqstore.remoting.calls import BY_CODE, CALLS, error_of
-from mqstore.remoting.codes import REQUESTS, Code
+from mqstore.remoting.codes import Code
 from mqstore.remoting.frames import Frame, encode
 from mqstore.serve import Limits, Server
 from tests.children import in_child
@@ -155,7 +155,7 @@ class Noise:
 
     def rocketmq(self) -> tuple[int, dict[str, Any], bytes]:
         code = self._chance.choice(list(Code))
-        fields = {field.name: FIELDS.get(field.name, "1") for field in REQUESTS[code]}
+        fields = {field.name: FIELDS.get(field.name, "1") for field in code.fields}
         if fields and self._chance.random() < 0.7:
             fields = self.changed(fields)
         body = self._chance.choice([*BODIES, "", 7])

@@ -38,7 +38,7 @@ from mqstore.errors import (
     StoreBusyError,
     StoreClosedError,
 )
-from mqstore.remoting.codes import GO_AWAY, NOT_SUPPORTED, REQUESTS, Code, values_of
+from mqstore.remoting.codes import GO_AWAY, NOT_SUPPORTED, Code, values_of
 from mqstore.remoting.frames import FRAME_BYTES_MAX, ONE_WAY, Frame
 from mqstore.remoting.short import SHORT
 from mqstore.serve import (
@@ -429,8 +429,7 @@ class Server:
         if frame.code in SHORT and trusted and self._attempt(call, partial(self.own.serve_at_once, call)) is not False:
             self.metrics.requests[frame.code] += 1
             return
-        handler = _HANDLERS.get(frame.code)
-        if handler is None or frame.code not in REQUESTS:
+        if (handler := _HANDLERS.get(frame.code)) is None:
             call.reply(NOT_SUPPORTED, remark=f"the request code {frame.code} is not served")
             return
 
