@@ -37,12 +37,14 @@ _TURN_FRAMES, _TURN_S = 256, 0.002
 class Call:
     """One request, until it is answered."""
 
-    __slots__ = ("cancel", "connection", "end", "frame", "values")
+    __slots__ = ("cancel", "connection", "end", "frame", "is_own", "values")
 
     def __init__(self, connection: Connection, frame: Frame) -> None:
         self.connection = connection
         self.frame = frame
         self.values: dict[str, Any] = {}
+        self.is_own = False
+        """True for a call of mqstore's own clients, which get an error as such."""
         self.cancel: Callable[[], object] | None = None
         """Ends its wait. Set while it is parked."""
         self.end: Callable[[], object] | None = None

@@ -89,45 +89,18 @@ class Creation:
 
     def before(self, call: Call, then: Callable[[], object]) -> None:
         """Call `then` once everything that the request wants exists."""
-        if (find := _WANTED.get(call.frame.code)) is None:
-            then()
-        elif call.frame.code == Code.HEART_BEAT:
-            self._before_heartbeat(call, find(self._server, call), then)
-        else:
-            self.ensure(call, find(self._server, call), then)
+        find = _WANTED.get(call.frame.code)
+        self.ensure(call, () if find is None else find(self._server, call), then)
 
-    def _before_heartbeat(self, call: Call, wanted: Sequence[Wanted], then: Callable[[], object]) -> None:
-        """A heartbeat is never refused: an error is only logged."""
-
-        def attempt(result: Callable[[], object]) -> None:
-            try:
-                result()
-            except MQStoreError as error:
-                _log.warning("a heartbeat of %s: %s", call.connection.peer, error)
-                then()
-
-        attempt(lambda: self.ensure(call, wanted, then, attempt=attempt))
-
-    def ensure(
-        self,
-        call: Call,
-        wanted: Sequence[Wanted],
-        then: Callable[[], object],
-        *,
-        attempt: Callable[[Callable[[], object]], object] | None = None,
-    ) -> None:
-        """Call `then` once all of `wanted` exist. Raises StoreBusyError if too many were created in this minute.
-        `attempt` gets `then`, or a function that raises the error of the creation. By default the error is the
-        answer."""
-        if not wanted:
-            then()
-            return
+    def ensure(self, call: Call, wanted: Sequence[Wanted], then: Callable[[], object]) -> None:
+        """Call `then` once all of `wanted` exist. Raises StoreBusyError if too many were created in this minute, except
+        for a heartbeat, which is never refused: its error is only logged."""
         server, broker = self._server, self._server.broker
         missing = [each for each in wanted if (each.kind, each.name) in self._pending or not each.exists(broker)]
         if not missing:
             then()
             return
-        self._check_minute()
+
         keys = {(each.kind, each.name) for each in missing}
 
         def work() -> int:
@@ -138,13 +111,16 @@ class Creation:
 
         def done() -> None:
             self._pending -= Counter(keys)
-            failed = creation.exception() is not None
-            if not failed:
+            if (error := creation.exception()) is None:
                 self._created += creation.result()
-            result = creation.result if failed else then
-            server.resume(call, result if attempt is None else partial(attempt, result))
+            server.resume(call, then if error is None else partial(_fail, call, error, then))
 
-        creation = server.in_thread(call, work)
+        try:
+            self._check_minute()
+            creation = server.in_thread(call, work)
+        except StoreBusyError as error:
+            _fail(call, error, then)
+            return
         self._pending.update(keys)
         creation.add_done_callback(lambda _: server.post(done))
 
@@ -154,6 +130,13 @@ class Creation:
             self._minute_s, self._created = minute_s, 0
         if self._created >= self._server.limits.creations:
             raise StoreBusyError(f"{self._created} topics and groups have been created in this minute; try again later")
+
+
+def _fail(call: Call, error: BaseException, then: Callable[[], object]) -> None:
+    if call.frame.code != Code.HEART_BEAT or not isinstance(error, MQStoreError):
+        raise error
+    _log.warning("a heartbeat of %s: %s", call.connection.peer, error)
+    then()
 
 
 def _of_send(server: Server, call: Call) -> list[Wanted]:

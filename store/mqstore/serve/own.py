@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -25,7 +25,7 @@ from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.recovery.report import Finding
 from mqstore.log.snapshot.copy import SnapshotReport, snapshot_store
-from mqstore.remoting.calls import BY_CODE, CHECK, NEWS, PROTOCOL, Welcome, code_of, error_body, is_known
+from mqstore.remoting.calls import BY_CODE, CHECK, NEWS, PROTOCOL, Welcome
 from mqstore.remoting.calls import Call as Spec
 from mqstore.remoting.codes import GO_AWAY
 from mqstore.remoting.frames import Frame
@@ -33,7 +33,7 @@ from mqstore.remoting.values import codec_of, dumps
 from mqstore.serve import operators
 from mqstore.serve.admin import check_group_unused, check_topic_unused, reset_consumers
 from mqstore.serve.creation import of_own
-from mqstore.serve.short import Short
+from mqstore.serve.short import serve_short
 
 if TYPE_CHECKING:
     from mqstore.broker.broker import Broker
@@ -49,6 +49,11 @@ _ANSWER_BYTES_MAX: Final = 8 << 20
 """Messages of an answer, in bytes. The first may be larger."""
 _WAITED_MAX: Final = 1_000
 _MESSAGE: Final = codec_of(Message)
+_UNUSED: Final[Mapping[str, Callable[[Server, str], None]]] = {
+    "admin.delete_topic": check_topic_unused,
+    "admin.delete_group": check_group_unused,
+}
+"""Checks before something is deleted: no connected client may use it."""
 
 
 @dataclass(eq=False)
@@ -77,14 +82,14 @@ class Own:
     """Sessions of a server. For the loop's thread, unless a method says otherwise."""
 
     def __init__(self, server: Server) -> None:
-        self._server = server
-        self._broker: Broker = server.broker
+        self.server = server
+        self.broker: Broker = server.broker
         self._sessions: dict[Connection, _Session] = {}
         self._pool = ThreadPoolExecutor(_THREADS, "mqstore-own")
         self._unknown: set[str] = set()
         """Transactions whose outcome a client did not know. The housekeeper takes them."""
         self._listeners = {event: partial(self._happened, event) for event in _EVENTS}
-        broker = self._broker
+        broker = self.broker
         self._objects: Mapping[str, Any] = {
             "": broker,
             "topics": broker.topics,
@@ -97,38 +102,39 @@ class Own:
             "log": _Log(broker),
             "admin": operators.operations(broker),
         }
-        self._short = Short(broker, self._do, self._when_done)
-        self._special: Mapping[str, Callable[[_Session, Call, Spec, Given], None]] = {
+        self._in_session: Mapping[str, Callable[..., Any]] = {
             "session.listen": self._listen,
             "session.withdraw": self._withdraw,
             "session.check": self._check,
+            "session.ping": lambda session: None,
+            "session.clients": lambda session: operators.clients(server, self._sessions, session.connection),
+            "members.register": self._register,
+            "members.unregister": self._unregister,
+            "locks.try_lock": partial(self._lock, broker.locks.try_lock),
+            "locks.try_lock_batch": partial(self._lock, broker.locks.try_lock_batch),
+            "locks.begin_work": self._begin_work,
+            "locks.end_work": self._end_work,
+        }
+        """Calls that concern their session, and return a result as the methods of the engine do."""
+        self._special: Mapping[str, Callable[[_Session, Call, Spec, Given], None]] = {
             "session.checked": self._checked,
-            "session.ping": lambda session, call, spec, given: self._reply(call, spec, None),
-            "session.clients": self._clients,
-            "admin.delete_topic": self._delete,
-            "admin.delete_group": self._delete,
             "admin.reset": self._reset,
             "put": self._put,
             "pop": self._pop,
             "add_waiter": self._wait,
             "add_pop_waiter": self._wait,
-            "members.register": self._register,
-            "members.unregister": self._unregister,
-            "locks.try_lock": self._lock,
-            "locks.try_lock_batch": self._lock,
-            "locks.begin_work": self._begin_work,
-            "locks.end_work": self._end_work,
         }
+        """Calls that are answered later, or do more than that."""
 
     def start(self) -> None:
         """Listen to the engine."""
         for event, listener in self._listeners.items():
-            self._broker.listen(event, listener)
+            self.broker.listen(event, listener)
 
     def stop(self) -> None:
         """End every session."""
         for event, listener in self._listeners.items():
-            self._broker.unlisten(event, listener)
+            self.broker.unlisten(event, listener)
         for connection in list(self._sessions):
             self.leave(connection)
         self._pool.shutdown()
@@ -136,7 +142,7 @@ class Own:
     def dismiss(self, connection: Connection) -> None:
         """Let an own client know that it has all answers, and may send other calls again, to the next server."""
         if connection in self._sessions:
-            self._server.notify(connection, Frame(GO_AWAY))
+            self.server.notify(connection, Frame(GO_AWAY))
 
     def leave(self, connection: Connection) -> None:
         """End the session of a connection: members, locks, waiters."""
@@ -148,43 +154,40 @@ class Own:
         for group in session.groups:
             self._withdraw_checks(group)
         for client_id in session.clients:
-            self._broker.locks.drop(client_id)
+            self.broker.locks.drop(client_id)
         for (group, client_id), owner in session.members.items():
-            self._broker.members.unregister(client_id, group, owner=owner)
+            self.broker.members.unregister(client_id, group, owner=owner)
         for group, topic, queue_id in session.receives:  # it may have been woken for a message that it has not popped
-            self._server.try_quietly(partial(self._broker.wake_one, group, topic, queue_id))
+            self.server.try_quietly(partial(self.broker.wake_one, group, topic, queue_id))
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def serve(self, call: Call) -> None:
         """Serve one call."""
-        spec = BY_CODE[call.frame.code]
-        short = "topic" in call.frame.fields and call.connection in self._sessions
-        if short:
-            serve = partial(self._short.serve, call, spec)
-            self._attempt(call, partial(self._once_created, call, spec, call.frame.fields, serve))
+        call.is_own = True
+        spec, fields = BY_CODE[call.frame.code], call.frame.fields
+        if "topic" in fields and call.connection in self._sessions:
+            self._once_created(call, spec, fields, partial(serve_short, self, call, spec))
         else:
-            self._attempt(call, partial(self._begin, call, spec))
+            self._begin(call, spec)
 
     def serve_at_once(self, call: Call) -> bool:
         """Serve a short call that creates nothing and does not wait for the disk. False: it goes the ordinary way, for
         which each message would make a dozen calls more."""
-        fields, broker = call.frame.fields, self._broker
+        fields, broker = call.frame.fields, self.broker
         topic, group = fields.get("topic"), fields.get("group")
         if topic is None or broker.durability == "flush" or call.connection not in self._sessions:
             return False
-        if self._server.creation.may_lack(topic) or (group is not None and broker.groups.get(group) is None):
+        if self.server.creation.may_lack(topic) or (group is not None and broker.groups.get(group) is None):
             return False
-        try:
-            self._short.serve(call, BY_CODE[call.frame.code])
-        except Exception as error:
-            self._refuse(call, error)
+        call.is_own = True
+        serve_short(self, call, BY_CODE[call.frame.code])
         return True
 
     def _once_created(self, call: Call, spec: Spec, given: Mapping[str, Any], work: Callable[[], object]) -> None:
         """Do `work` once the topic and the group of the call exist: the loop does not wait for the files of tables."""
-        wanted = () if spec.thread else of_own(self._server, spec.name, given)
-        self._server.creation.ensure(call, wanted, work, attempt=partial(self._attempt, call))
+        wanted = () if spec.thread else of_own(self.server, spec.name, given)
+        self.server.creation.ensure(call, wanted, work)
 
     def _begin(self, call: Call, spec: Spec) -> None:
         given = spec.arguments(call.frame.body)
@@ -193,46 +196,42 @@ class Own:
         session = self._sessions.get(call.connection)
         if spec.name == "session.hello":
             self._hello(call, spec, **given)
-        elif session is None:
+            return
+        if session is None:
             raise ConfigError(f"{spec.name}: the first call of a connection must be hello")
-        elif (special := self._special.get(spec.name)) is not None:
-            self._once_created(call, spec, given, partial(special, session, call, spec, given))
+        if (check_unused := _UNUSED.get(spec.name)) is not None:
+            check_unused(self.server, given["name"])
+        if (special := self._special.get(spec.name)) is not None:
+            work = partial(special, session, call, spec, given)
+        elif (method := self._in_session.get(spec.name)) is not None:
+            work = partial(self.do, call, spec, given, partial(method, session, **given))
         else:
-            do = partial(self._do, call, spec, given, partial(self._method(spec), **given))
-            self._once_created(call, spec, given, do)
+            work = partial(self.do, call, spec, given, partial(self._method(spec), **given))
+        self._once_created(call, spec, given, work)
 
     def _method(self, spec: Spec) -> Callable[..., Any]:
         found: Callable[..., Any] = getattr(self._objects[spec.table], spec.method)
         return found
 
-    def _do(
-        self, call: Call, spec: Spec, given: Given, work: Callable[[], Any], then: Callable[[Any], object] | None = None
+    def do(
+        self,
+        call: Call,
+        spec: Spec,
+        given: Mapping[str, Any],
+        work: Callable[[], Any],
+        then: Callable[[Any], object] | None = None,
     ) -> None:
         """Do `work`, in a thread if it waits for the disk, and then answer with its result."""
         then = then or partial(self._reply, call, spec)
-        durability = given.get("durability") or self._broker.durability
+        durability = given.get("durability") or self.broker.durability
         if spec.thread or (spec.has_durability and durability == "flush"):
-            self._server.check_busy(call.connection)
-            self._when_done(call, self._pool.submit(work), then)
+            self.server.check_busy(call.connection)
+            self.server.when_done(call, self._pool.submit(work), then)
         else:
             then(work())
 
-    def _when_done(self, call: Call, done: Future[Any], then: Callable[[Any], object]) -> None:
-        self._server.when_done(call, done, then, attempt=partial(self._attempt, call))
-
     def _reply(self, call: Call, spec: Spec, result: Any) -> None:
         call.reply(body=spec.answer(result))
-
-    def _attempt(self, call: Call, work: Callable[[], object]) -> None:
-        try:
-            work()
-        except Exception as error:
-            self._refuse(call, error)
-
-    def _refuse(self, call: Call, error: Exception) -> None:
-        if not is_known(error):
-            raise error  # the server logs it
-        call.reply(code_of(error), body=error_body(error), remark=str(error)[:1_000])
 
     # -- sessions ---------------------------------------------------------------------------------------------------
 
@@ -250,82 +249,71 @@ class Own:
                 connection.abort("its client has connected again")
         self._sessions[here] = _Session(here, client, version[:100])
         here.own_client = client
-        broker = self._broker
+        broker = self.broker
         store_id, now_ms = broker.store.manifest.store_id, broker.clock.now_ms()
         self._reply(call, spec, Welcome(PROTOCOL, broker.name, store_id, broker.limits, broker.durability, now_ms))
-
-    def _clients(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
-        self._reply(call, spec, operators.clients(self._server, self._sessions, call.connection))
-
-    def _delete(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
-        check_unused = check_topic_unused if spec.method == "delete_topic" else check_group_unused
-        check_unused(self._server, given["name"])
-        self._do(call, spec, given, partial(self._method(spec), **given))
 
     def _reset(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
         def then(moved: Any) -> None:
             if not given.get("dry_run"):
                 offsets = {each.queue: each.to for each in moved}
-                reset_consumers(self._server, given["group"], given["topic"], offsets)
+                reset_consumers(self.server, given["group"], given["topic"], offsets)
             self._reply(call, spec, moved)
 
-        self._do(call, spec, given, partial(self._method(spec), **given), then)
+        self.do(call, spec, given, partial(self._method(spec), **given), then)
 
-    def _listen(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
-        session.events.add(given["event"])
-        self._reply(call, spec, None)
+    def _listen(self, session: _Session, event: Event) -> None:
+        session.events.add(event)
 
     def _happened(self, event: Event, name: str) -> None:
         """Send news, from any thread."""
-        self._server.post(partial(self._send_news, event, name))
+        self.server.post(partial(self._send_news, event, name))
 
     def _send_news(self, event: Event, name: str) -> None:
         body = dumps([event, name])
         for session in list(self._sessions.values()):
             if event in session.events:
-                self._server.notify(session.connection, Frame(NEWS, {}, body))
+                self.server.notify(session.connection, Frame(NEWS, {}, body))
 
-    def _register(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
-        client_id, group = given["client_id"], given["group"]
-        result = self._broker.members.register(**given)
-        session.members[group, client_id] = given.get("owner")
-        session.clients.add(client_id)
-        self._reply(call, spec, result)
-
-    def _unregister(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
-        result = self._broker.members.unregister(**given)
-        if result:  # else it is still the member of another owner, and goes with the connection
-            session.members.pop((given["group"], given["client_id"]), None)
-        self._reply(call, spec, result)
-
-    def _lock(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
+    def _register(self, session: _Session, **given: Any) -> bool:
+        changed = self.broker.members.register(**given)
+        session.members[given["group"], given["client_id"]] = given.get("owner")
         session.clients.add(given["client_id"])
-        self._reply(call, spec, self._method(spec)(**given))
+        return changed
 
-    def _begin_work(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
-        if begun := self._broker.locks.begin_work(**given):
-            session.working.add((given["group"], given["queue"]))
-        self._reply(call, spec, begun)
+    def _unregister(self, session: _Session, **given: Any) -> bool:
+        left = self.broker.members.unregister(**given)
+        if left:  # else it is still the member of another owner, and goes with the connection
+            session.members.pop((given["group"], given["client_id"]), None)
+        return left
 
-    def _end_work(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
-        work = given["group"], given["queue"]
-        if work in session.working:  # otherwise the lock was lost with a connection, and may be another client's
-            session.working.discard(work)
-            self._broker.locks.end_work(**given)
-        self._reply(call, spec, None)
+    def _lock(self, lock: Callable[..., Any], session: _Session, **given: Any) -> Any:
+        session.clients.add(given["client_id"])
+        return lock(**given)
+
+    def _begin_work(self, session: _Session, group: str, queue: QueueRef, client_id: str) -> bool:
+        if begun := self.broker.locks.begin_work(group, queue, client_id):
+            session.working.add((group, queue))
+        return begun
+
+    def _end_work(self, session: _Session, group: str, queue: QueueRef) -> None:
+        if (group, queue) in session.working:  # else the lock was lost with a connection, and may be another client's
+            session.working.discard((group, queue))
+            self.broker.locks.end_work(group, queue)
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
     def _put(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
         if call.frame.fields.get("again"):
-            self._when_done(call, self._pool.submit(self._put_again, given), partial(self._reply, call, spec))
+            done = self._pool.submit(self._put_again, given)
         else:
-            self._server.check_busy(call.connection)
-            self._when_done(call, self._broker.put_async(**given), partial(self._reply, call, spec))
+            self.server.check_busy(call.connection)
+            done = self.broker.put_async(**given)
+        self.server.when_done(call, done, partial(self._reply, call, spec))
 
     def _put_again(self, given: Given) -> SendReceipt:
         """Put a message whose answer was lost, unless it is stored."""
-        for message in self._broker.find(given["topic"], unique_key=given["unique_key"], limit=1):
+        for message in self.broker.find(given["topic"], unique_key=given["unique_key"], limit=1):
             return SendReceipt(
                 (
                     message.queue,
@@ -337,18 +325,18 @@ class Own:
                     message.unique_key,
                 )
             )
-        return self._broker.put(**given)
+        return self.broker.put(**given)
 
     def _pop(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
-        until_ms = self._server.now_ms() + round(given.pop("poll", 0) * 1_000)
+        until_ms = self.server.now_ms() + round(given.pop("poll", 0) * 1_000)
         given["local"] = False  # a restart of the server ends no receiver
         self._pop_until(call, spec, given, until_ms)
 
     def _pop_until(self, call: Call, spec: Spec, given: Given, until_ms: int) -> None:
         def then(found: Any) -> None:
-            left_ms = until_ms - self._server.now_ms()
-            self._broker.items.note_holder(given["group"], found, call.connection.holder)
-            if found or left_ms <= 0 or not self._server.may_park(call.connection):
+            left_ms = until_ms - self.server.now_ms()
+            self.broker.items.note_holder(given["group"], found, call.connection.holder)
+            if found or left_ms <= 0 or not self.server.may_park(call.connection):
                 self._reply(call, spec, found)
                 return
             where: Given = {
@@ -356,19 +344,19 @@ class Own:
             }
             self._park(
                 call,
-                partial(self._broker.add_pop_waiter, **where, timeout=left_ms / 1_000),
+                partial(self.broker.add_pop_waiter, **where, timeout=left_ms / 1_000),
                 lambda _: self._pop_until(call, spec, given, until_ms),
                 partial(self._reply, call, spec, []),
                 where,
             )
 
-        self._do(call, spec, given, partial(self._broker.pop, **given), then)
+        self.do(call, spec, given, partial(self.broker.pop, **given), then)
 
     # -- waits ------------------------------------------------------------------------------------------------------
 
     def _wait(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
-        if not self._server.may_park(call.connection):
-            self._server.park_for(call, _BUSY_MS, partial(self._reply, call, spec, True))
+        if not self.server.may_park(call.connection):
+            self.server.park_for(call, _BUSY_MS, partial(self._reply, call, spec, True))
             return
         session.waits[call.frame.opaque] = call
         if spec.name == "add_pop_waiter" and len(session.receives) < _WAITED_MAX:
@@ -395,15 +383,15 @@ class Own:
         def resume(worth: bool) -> None:
             nonlocal resumed
             resumed = True
-            self._server.resume(call, partial(self._attempt, call, partial(then, worth)))
+            self.server.resume(call, partial(then, worth))
 
         def cancel() -> None:
             self._forget(call)
-            if not resumed and not self._broker.remove_waiter(waiter) and popping is not None:
-                self._broker.wake_one(popping["group"], popping["topic"], popping.get("queue_id", -1))
+            if not resumed and not self.broker.remove_waiter(waiter) and popping is not None:
+                self.broker.wake_one(popping["group"], popping["topic"], popping.get("queue_id", -1))
 
         try:
-            waiter = add(callback=lambda worth: self._server.post(partial(resume, worth)))
+            waiter = add(callback=lambda worth: self.server.post(partial(resume, worth)))
         except BaseException:
             self._forget(call)
             raise
@@ -413,38 +401,35 @@ class Own:
         if (session := self._sessions.get(call.connection)) is not None:
             session.waits.pop(call.frame.opaque, None)
 
-    def _withdraw(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
-        if (waiting := session.waits.pop(given["number"], None)) is not None:
-            call.connection.forget(waiting)
-        elif (turn := given.get("turn")) is not None:  # its answer was on the way, and wakes nobody
-            self._broker.wake_one(*turn)
-        self._reply(call, spec, None)
+    def _withdraw(self, session: _Session, number: int, turn: tuple[str, str, int] | None = None) -> None:
+        if (waiting := session.waits.pop(number, None)) is not None:
+            session.connection.forget(waiting)
+        elif turn is not None:  # its answer was on the way, and wakes nobody
+            self.broker.wake_one(*turn)
 
     # -- checks of half messages ------------------------------------------------------------------------------------
 
-    def _check(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
-        group = given["producer_group"]
-        if given["on"]:
-            session.groups.add(group)
-            self._broker.transactions.on_check(group, partial(self._ask, group))
+    def _check(self, session: _Session, producer_group: str, on: bool) -> None:
+        if on:
+            session.groups.add(producer_group)
+            self.broker.transactions.on_check(producer_group, partial(self._ask, producer_group))
         else:
-            session.groups.discard(group)
-            self._withdraw_checks(group)
-        self._reply(call, spec, None)
+            session.groups.discard(producer_group)
+            self._withdraw_checks(producer_group)
 
     def _checkers(self, group: str) -> list[_Session]:
         return [session for session in list(self._sessions.values()) if group in session.groups]
 
     def _withdraw_checks(self, group: str) -> None:
         if not self._checkers(group):
-            self._broker.transactions.on_check(group, None)
+            self.broker.transactions.on_check(group, None)
 
     def _ask(self, group: str, message: Message) -> bool | NobodyAsked | None:
         """Ask a client about a half message, in the engine's thread. The answer to the engine is that about the time
         before, which counts as a check if it was "unknown". Another one has ended the half by itself."""
         blobs: list[bytes] = []
         text = _MESSAGE.write(message, blobs)
-        self._server.post(partial(self._send_check, group, dumps(text, blobs)))
+        self.server.post(partial(self._send_check, group, dumps(text, blobs)))
         try:
             self._unknown.remove(message.unique_key)
         except KeyError:
@@ -453,15 +438,15 @@ class Own:
 
     def _send_check(self, group: str, body: bytes) -> None:
         if checkers := self._checkers(group):
-            self._server.notify(random.choice(checkers).connection, Frame(CHECK, {}, body))
+            self.server.notify(random.choice(checkers).connection, Frame(CHECK, {}, body))
 
     def _checked(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
-        transactions = self._broker.transactions
+        transactions = self.broker.transactions
         half = transactions.get(given["transaction_id"])
         answer = given["answer"]
         if half is not None and half.producer_group in session.groups and isinstance(answer, bool):
             end = partial(transactions.end, half, "commit" if answer else "rollback", from_check=True)
-            self._when_done(call, self._pool.submit(end), lambda _: self._reply(call, spec, None))
+            self.server.when_done(call, self._pool.submit(end), lambda _: self._reply(call, spec, None))
             return
         if half is not None and answer is None:
             self._unknown.add(half.transaction_id)

@@ -38,6 +38,7 @@ from mqstore.errors import (
     StoreBusyError,
     StoreClosedError,
 )
+from mqstore.remoting.calls import code_of, error_body, is_known
 from mqstore.remoting.codes import GO_AWAY, NOT_SUPPORTED, Code, values_of
 from mqstore.remoting.frames import FRAME_BYTES_MAX, ONE_WAY, Frame
 from mqstore.remoting.short import SHORT
@@ -432,7 +433,6 @@ class Server:
         if (handler := _HANDLERS.get(frame.code)) is None:
             call.reply(NOT_SUPPORTED, remark=f"the request code {frame.code} is not served")
             return
-
         self.metrics.requests[frame.code] += 1
 
         def run() -> None:
@@ -458,6 +458,9 @@ class Server:
         try:
             return work()
         except Exception as error:
+            if call.is_own and is_known(error):
+                call.reply(code_of(error), body=error_body(error), remark=str(error)[:1_000])
+                return None
             if not isinstance(error, MQStoreError):
                 _log.exception("request %d of %s failed", call.frame.code, call.connection.peer)
             code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
@@ -524,22 +527,13 @@ class Server:
         call.connection.park(call, lambda: None)
         return done
 
-    def when_done(
-        self,
-        call: Call,
-        done: Future[Result],
-        answer: Callable[[Result], object],
-        *,
-        attempt: Callable[[Callable[[], object]], object] = lambda work: work(),
-    ) -> None:
-        """Answer a call when its work is done: now, or in the loop's thread after a wait for the disk. There `attempt`
-        may answer with an error in another way than the server does."""
+    def when_done(self, call: Call, done: Future[Result], answer: Callable[[Result], object]) -> None:
+        """Answer a call when its work is done: now, or in the loop's thread after a wait for the disk."""
         if done.done():
             answer(done.result())
             return
         call.connection.park(call, lambda: None)
-        finish = partial(attempt, lambda: answer(done.result()))
-        done.add_done_callback(lambda _: self.post(partial(self.resume, call, finish)))
+        done.add_done_callback(lambda _: self.post(partial(self.resume, call, lambda: answer(done.result()))))
 
     def park_for(self, call: Call, pause_ms: int, answer: Callable[[], object]) -> None:
         """Call `answer` after a pause, unless the call is answered earlier or its client is gone."""

@@ -22,117 +22,115 @@ from mqstore.remoting.short import (
 )
 
 if TYPE_CHECKING:
-    from mqstore.broker.broker import Broker
     from mqstore.remoting.calls import Call as Spec
     from mqstore.serve.connection import Call
+    from mqstore.serve.own import Own
 
 _NO_OPTIONS: Final[Mapping[str, Any]] = {}
 
 
-class Short:
-    """Short calls of all sessions. For the loop's thread."""
+def _put(own: Own, call: Call, spec: Spec, fields: Fields) -> None:
+    broker, topic, body = own.broker, fields["topic"], call.frame.body
+    queue_id = number(fields, "queueId") if "queueId" in fields else None
+    options: Any = _NO_OPTIONS
+    if len(fields) > 1 + (queue_id is not None):
+        options = {name: fields[name] for name in OPTIONS if name in fields}
+    if broker.durability == "flush":
+        then = lambda receipt: call.reply(body=receipt_bytes(receipt))  # noqa: E731
+        own.server.when_done(call, broker.put_async(topic, body, queue_id=queue_id, **options), then)
+    else:
+        call.reply(body=receipt_bytes(broker.put(topic, body, queue_id=queue_id, **options)))
 
-    def __init__(self, broker: Broker, do: Callable[..., None], when_done: Callable[..., None]) -> None:
-        """`do` and `when_done` are those of `Own`."""
-        self._broker = broker
-        self._do = do
-        self._when_done = when_done
-        self._forms: Mapping[str, Callable[[Call, Spec, Fields], None]] = {
-            "put": self._put,
-            "put_many": self._put_many,
-            "session.puts": self._puts,
-            "read": self._read,
-            "pop": self._pop,
-            "ack": self._ack,
-        }
 
-    def serve(self, call: Call, spec: Spec) -> None:
-        """Serve one call."""
-        form = self._forms.get(spec.name)
-        if form is None:
-            raise ConfigError(f"{spec.name} has no short form")
-        form(call, spec, call.frame.fields)
+def _put_many(own: Own, call: Call, spec: Spec, fields: Fields) -> None:
+    queue_id = number(fields, "queueId") if "queueId" in fields else None
+    bodies = bodies_of(call.frame.body)
 
-    def _put(self, call: Call, spec: Spec, fields: Fields) -> None:
-        broker, topic, body = self._broker, fields["topic"], call.frame.body
-        queue_id = number(fields, "queueId") if "queueId" in fields else None
-        options: Any = _NO_OPTIONS
-        if len(fields) > 1 + (queue_id is not None):
-            options = {name: fields[name] for name in OPTIONS if name in fields}
-        if broker.durability == "flush":
-            then = lambda receipt: call.reply(body=receipt_bytes(receipt))  # noqa: E731
-            self._when_done(call, broker.put_async(topic, body, queue_id=queue_id, **options), then)
+    def answer(receipts: Any) -> None:
+        assert isinstance(receipts, SendReceipts)
+        call.reply(body=receipts_bytes(receipts))
+
+    own.do(call, spec, {}, partial(own.broker.put_many, fields["topic"], bodies, queue_id=queue_id), answer)
+
+
+def _puts(own: Own, call: Call, spec: Spec, fields: Fields) -> None:
+    queue_id = number(fields, "queueId") if "queueId" in fields else None
+    put, topic, bodies = own.broker.put, fields["topic"], bodies_of(call.frame.body)
+
+    def outcome(body: bytes) -> SendReceipt | bytes:
+        try:
+            return put(topic, body, queue_id=queue_id)
+        except Exception as error:
+            if not is_known(error):
+                raise
+            return error_body(error)
+
+    def answer(found: Any) -> None:
+        call.reply(fields=found[0], body=found[1])
+
+    own.do(call, spec, {}, lambda: outcomes_answer(map(outcome, bodies)), answer)
+
+
+def _read(own: Own, call: Call, spec: Spec, fields: Fields) -> None:
+    result = own.broker.read(
+        fields["topic"],
+        number(fields, "queueId"),
+        number(fields, "offset"),
+        number(fields, "n"),
+        max_bytes=number(fields, "bytes") if "bytes" in fields else None,
+        group=fields.get("group"),
+    )
+    status, messages, next_offset, min_offset, max_offset, lost = result
+    answer = {"status": status, "next": next_offset, "min": min_offset, "max": max_offset, "lost": lost}
+    call.reply(fields=answer, body=records_of(messages) if messages else b"")
+
+
+def _pop(own: Own, call: Call, spec: Spec, fields: Fields) -> None:
+    def answer(found: Any) -> None:
+        own.broker.items.note_holder(fields.get("group", ""), found, call.connection.holder)
+        if (short := deliveries_answer(found)) is None:
+            call.reply(body=spec.answer(found))
         else:
-            call.reply(body=receipt_bytes(broker.put(topic, body, queue_id=queue_id, **options)))
+            call.reply(fields=short[0], body=short[1])
 
-    def _put_many(self, call: Call, spec: Spec, fields: Fields) -> None:
-        queue_id = number(fields, "queueId") if "queueId" in fields else None
-        bodies = bodies_of(call.frame.body)
+    invisible_ms = number(fields, "invisible")
+    work = partial(
+        own.broker.pop,
+        fields.get("group", ""),
+        fields["topic"],
+        number(fields, "n"),
+        queue_id=number(fields, "queueId"),
+        invisible=invisible_ms / 1000 if invisible_ms % 1000 else invisible_ms // 1000,
+        order="order" in fields,
+        skip_acked="skip" in fields,
+        acks=_receipts(call),
+        local=False,  # a restart of the server ends no receiver
+    )
+    own.do(call, spec, {}, work, answer)
 
-        def answer(receipts: Any) -> None:
-            assert isinstance(receipts, SendReceipts)
-            call.reply(body=receipts_bytes(receipts))
 
-        self._do(call, spec, {}, partial(self._broker.put_many, fields["topic"], bodies, queue_id=queue_id), answer)
-
-    def _puts(self, call: Call, spec: Spec, fields: Fields) -> None:
-        queue_id = number(fields, "queueId") if "queueId" in fields else None
-        put, topic, bodies = self._broker.put, fields["topic"], bodies_of(call.frame.body)
-
-        def outcome(body: bytes) -> SendReceipt | bytes:
-            try:
-                return put(topic, body, queue_id=queue_id)
-            except Exception as error:
-                if not is_known(error):
-                    raise
-                return error_body(error)
-
-        def answer(found: Any) -> None:
-            call.reply(fields=found[0], body=found[1])
-
-        self._do(call, spec, {}, lambda: outcomes_answer(map(outcome, bodies)), answer)
-
-    def _read(self, call: Call, spec: Spec, fields: Fields) -> None:
-        result = self._broker.read(
-            fields["topic"],
-            number(fields, "queueId"),
-            number(fields, "offset"),
-            number(fields, "n"),
-            max_bytes=number(fields, "bytes") if "bytes" in fields else None,
-            group=fields.get("group"),
-        )
-        status, messages, next_offset, min_offset, max_offset, lost = result
-        answer = {"status": status, "next": next_offset, "min": min_offset, "max": max_offset, "lost": lost}
-        call.reply(fields=answer, body=records_of(messages) if messages else b"")
-
-    def _pop(self, call: Call, spec: Spec, fields: Fields) -> None:
-        def answer(found: Any) -> None:
-            self._broker.items.note_holder(fields.get("group", ""), found, call.connection.holder)
-            if (short := deliveries_answer(found)) is None:
-                call.reply(body=spec.answer(found))
-            else:
-                call.reply(fields=short[0], body=short[1])
-
-        invisible_ms = number(fields, "invisible")
-        work = partial(
-            self._broker.pop,
-            fields.get("group", ""),
-            fields["topic"],
-            number(fields, "n"),
-            queue_id=number(fields, "queueId"),
-            invisible=invisible_ms / 1000 if invisible_ms % 1000 else invisible_ms // 1000,
-            order="order" in fields,
-            skip_acked="skip" in fields,
-            acks=_receipts(call),
-            local=False,  # a restart of the server ends no receiver
-        )
-        self._do(call, spec, {}, work, answer)
-
-    def _ack(self, call: Call, spec: Spec, fields: Fields) -> None:
-        work = partial(self._broker.ack, fields.get("group", ""), fields["topic"], _receipts(call))
-        self._do(call, spec, {}, work, lambda _: call.reply())
+def _ack(own: Own, call: Call, spec: Spec, fields: Fields) -> None:
+    work = partial(own.broker.ack, fields.get("group", ""), fields["topic"], _receipts(call))
+    own.do(call, spec, {}, work, lambda _: call.reply())
 
 
 def _receipts(call: Call) -> list[str]:
     body = call.frame.body
     return body.decode(errors="replace").split("\n") if body else []
+
+
+_FORMS: Final[Mapping[str, Callable[[Own, Call, Spec, Fields], None]]] = {
+    "put": _put,
+    "put_many": _put_many,
+    "session.puts": _puts,
+    "read": _read,
+    "pop": _pop,
+    "ack": _ack,
+}
+
+
+def serve_short(own: Own, call: Call, spec: Spec) -> None:
+    """Serve one call of a session. Raises ConfigError for one that has no short form."""
+    if (form := _FORMS.get(spec.name)) is None:
+        raise ConfigError(f"{spec.name} has no short form")
+    form(own, call, spec, call.frame.fields)
