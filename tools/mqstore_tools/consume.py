@@ -21,9 +21,9 @@ from mqstore import RetryPolicy, Store
 from mqstore.admin import check_group, check_user_topic, default_retry
 from mqstore.errors import StoreClosedError
 from mqstore_tools.actions import Commands, Printer
-from mqstore_tools.consume_run import Asked, Run, Source, Start, quiet, supervise
+from mqstore_tools.consume_run import Run, quiet, supervise
 from mqstore_tools.render import VERSION, as_json, body_bytes_option, console, note, print_json, progress, table
-from mqstore_tools.session import administer, dry_run_option, open_store, position, target_argument
+from mqstore_tools.session import Position, administer, dry_run_option, open_store, position, target_argument
 from mqstore_tools.shared import NumberRange, command, finish, refuse_given
 
 _OF_COMMANDS: Final = ("shell", "exec_timeout", "reject_code")
@@ -133,7 +133,7 @@ def consume(
     ordered: bool | None,
     tags: str,
     sql: str | None,
-    start: Start | None,
+    start: Position | None,
     workers: int,
     max_messages: int | None,
     idle_exit: float | None,
@@ -165,18 +165,19 @@ def consume(
     if dry_run:
         _dry_run(target, group, dict.fromkeys(topics), start, json_output=json_output)
         return
-    asked = Asked(tuple(dict.fromkeys(topics)), group, ordered, tags, sql, start, workers)
+    topics = tuple(dict.fromkeys(topics))
     work = Printer(format_ == "jsonl", body_bytes) if argv is None else Commands(argv, group, exec_timeout, reject_code)
-    run = Run(work, max_messages)
     with open_store(target, create=False) as store:
-        policy = _policy(store, asked, max_attempts, retry_delay)
-        source = Source(store, run, asked, policy)
+        _check_names(store, topics, group, tags, sql)
+        wanted = {"ordered": ordered, "start": start, "workers": workers}
+        policy = _policy(store, group, ordered, max_attempts, retry_delay)
+        run = Run(store, topics, group, work, max_messages, tags=tags, sql=sql, retry=policy, **wanted)
         began = time.monotonic()
         shown = argv is not None or not sys.stdout.isatty()  # else messages are printed on the same terminal
-        bar = progress("consuming", partial(_progress_of, run, source), of_bytes=False) if shown else nullcontext()
+        bar = progress("consuming", partial(_progress_of, run), of_bytes=False) if shown else nullcontext()
         with quiet(), bar:
-            supervise(run, source, idle_exit)
-        summary = _summary(run, asked, source.lag(), time.monotonic() - began)
+            supervise(run, idle_exit)
+        summary = _summary(run, time.monotonic() - began)
     if json_output:
         print(as_json(VERSION | summary), file=sys.stdout if argv is not None and run.error is None else sys.stderr)
     else:
@@ -200,51 +201,52 @@ def _argv(command: str, *, shell: bool) -> list[str]:
     return argv
 
 
-def _policy(store: Store, asked: Asked, max_attempts: int | None, retry_delay: tuple[float, ...]) -> RetryPolicy | None:
+def _policy(
+    store: Store, group: str, ordered: bool | None, max_attempts: int | None, retry_delay: tuple[float, ...]
+) -> RetryPolicy | None:
     """Return the retry policy for the group, or None for its own. UsageError if it cannot be ordered."""
-    _check_names(store, asked)
-    known = store.broker.groups.get(asked.group)
-    if known is not None and asked.ordered and not known.orderly:
-        raise click.UsageError(f"group {asked.group!r} is not ordered: leave out --ordered")
+    known = store.broker.groups.get(group)
+    if known is not None and ordered and not known.orderly:
+        raise click.UsageError(f"group {group!r} is not ordered: leave out --ordered")
     if max_attempts is None and not retry_delay:
         return None
-    before = default_retry(bool(asked.ordered)) if known is None else known.retry_policy
+    before = default_retry(bool(ordered)) if known is None else known.retry_policy
     attempts = before.max_attempts if max_attempts is None else max_attempts
     return RetryPolicy(attempts, retry_delay) if retry_delay else before.with_attempts(attempts)
 
 
-def _check_names(store: Store, asked: Asked) -> None:
+def _check_names(store: Store, topics: Iterable[str], group: str, tags: str, sql: str | None) -> None:
     """Check names and filters now. The consumer would refuse them only after it has created the group."""
-    check_group(asked.group)
-    for topic in asked.topics:
+    check_group(group)
+    for topic in topics:
         if store.broker.topics.get(topic) is None:
             check_user_topic(topic)
-    if asked.sql is not None:
-        store.broker.filter(asked.sql, "SQL92")
+    if sql is not None:
+        store.broker.filter(sql, "SQL92")
     else:
-        store.broker.filter(asked.tags)
+        store.broker.filter(tags)
 
 
-def _progress_of(run: Run, source: Source) -> tuple[int, int]:
+def _progress_of(run: Run) -> tuple[int, int]:
     """Return (messages taken, messages in all)."""
     try:
-        return run.taken, run.taken + source.lag()
+        return run.taken, run.taken + run.lag()
     except StoreClosedError:
         return run.taken, run.taken
 
 
-def _summary(run: Run, asked: Asked, lag: int, took_s: float) -> dict[str, Any]:
+def _summary(run: Run, took_s: float) -> dict[str, Any]:
     done = run.outcomes
     return {
-        "group": asked.group,
-        "topics": list(asked.topics),
+        "group": run.group,
+        "topics": list(run.topics),
         "messages": run.taken,
         "done": done["ack"],
         "failed_attempts": done["retry"],
         "failing": len(run.failing),
         "dead_letters": done["dlq"],
         "not_settled": run.taken - sum(done.values()),
-        "left": lag,
+        "left": run.lag(),
         "seconds": round(took_s, 3),
         "stopped_by": run.why,
     }
@@ -267,7 +269,7 @@ def _text(summary: dict[str, Any]) -> str:
     )
 
 
-def _dry_run(target: Path, group: str, topics: Iterable[str], start: Start | None, *, json_output: bool) -> None:
+def _dry_run(target: Path, group: str, topics: Iterable[str], start: Position | None, *, json_output: bool) -> None:
     """Print the messages that the group has not consumed. Changes nothing."""
     with administer(target) as desk:
         rows, missing = desk.pending(group, [*topics], start)

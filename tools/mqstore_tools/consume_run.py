@@ -1,4 +1,4 @@
-"""A run of `mqstore consume`, and its push consumer.
+"""A run of `mqstore consume`: a push consumer, and its supervision.
 
     message --> ticket --> work --> settled
                   | none left: --max-messages, a signal, an error
@@ -17,46 +17,43 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import datetime
 from queue import Empty, SimpleQueue
-from types import FrameType
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-from mqstore import Interceptor, Message, QueueRef, Reject, RetryPolicy, Store, cancelled
+from mqstore import Interceptor, Message, QueueRef, Reject, Store, cancelled
 from mqstore.admin import retry_topics
 from mqstore.errors import GroupNotFoundError
 from mqstore_tools.actions import Commands, Enough, Failed, Printer
 from mqstore_tools.render import note
-
-Start = Literal["earliest", "latest"] | datetime
+from mqstore_tools.shared import on_signals
 
 _NO_TIMEOUT_S: Final = 7 * 86_400
 """Handler timeout of the consumer. It is long because --exec-timeout limits commands."""
+_SIGNALS: Final = 2
 _LOOK_S: Final = 0.02
 _HEAR_S: Final = 0.5
 """Longest wait of the main thread. A signal that comes just before a wait is handled after it."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Options for a source."""
-
-    topics: tuple[str, ...]
-    group: str
-    ordered: bool | None
-    """None means the group's setting."""
-    tags: str
-    sql: str | None
-    start: Start | None
-    """None means the group's setting."""
-    workers: int
-
-
 class Run(Interceptor):
-    """State that all threads of a run share: counts, the first error, and the request to stop."""
+    """A push consumer that does `work` on each message, and the state of the run that all threads share.
 
-    def __init__(self, work: Printer | Commands, limit: int | None) -> None:
+    `wanted` are further options of `Store.push_consumer`, None for the group's setting."""
+
+    def __init__(
+        self,
+        store: Store,
+        topics: tuple[str, ...],
+        group: str,
+        work: Printer | Commands,
+        limit: int | None,
+        *,
+        tags: str,
+        sql: str | None,
+        **wanted: Any,
+    ) -> None:
+        self.topics = topics
+        self.group = group
         self.work = work
         self.bell: SimpleQueue[str] = SimpleQueue()
         """Wakes the main thread. A SimpleQueue, because its `put` is safe in a signal handler."""
@@ -71,6 +68,15 @@ class Run(Interceptor):
         self.active_at = time.monotonic()
         self._limit = limit
         self._lock = threading.Lock()
+        self._held: set[QueueRef] = set()
+        """Ordered queues blocked by a message that waits for its next attempt."""
+        self._broker = store.broker
+        for topic in topics:
+            if self._broker.topics.get(topic) is None:
+                note(f"topic {topic} does not exist yet; waiting for it")
+        self.consumer = store.push_consumer(group, consume_timeout=_NO_TIMEOUT_S, interceptors=[self], **wanted)
+        for topic in topics:
+            self.consumer.subscribe(topic, self._handle, tags=tags, sql=sql)
 
     def stop(self, why: str) -> None:
         """Handle no more messages. The first reason is kept."""
@@ -90,7 +96,20 @@ class Run(Interceptor):
                 self.error = error
             self._stop("error")
 
-    def do(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
+        self._held.discard(message.queue)
+        try:
+            self._do(message)
+        except Enough:
+            while not cancelled():  # the consumer stops at SystemExit, without waiting for messages that still run
+                time.sleep(_LOOK_S / 4)
+            raise
+        except Failed:
+            if self.consumer.ordered:
+                self._held.add(message.queue)
+            raise
+
+    def _do(self, message: Message) -> None:
         """Handle a message. Raises Failed or Reject, and Enough to release it."""
         with self._lock:
             if self.stopping.is_set():
@@ -125,14 +144,52 @@ class Run(Interceptor):
         """Return the time in seconds since a message was handled."""
         return 0.0 if self.running else time.monotonic() - self.active_at
 
+    def end(self) -> None:
+        """Stop the consumer, and return when running handlers have ended and committed offsets are on disk."""
+        self.consumer.stop(float("inf"))
 
-def supervise(run: Run, source: Source, idle_exit: float | None) -> None:
-    """Start the source, wait for a reason to stop, and stop it."""
-    with _signals(run.bell):
+    def drained(self) -> bool:
+        """Return True if no message can be delivered now. Failed ones wait for their next attempt."""
+        if not self.consumer.assignment().issuperset(self._queues()):
+            return False
+        left = [ref for ref, lag in self._lags().items() if lag and ref not in self._held]
+        # The lag of a queue that was read to its end is retries that wait for their time.
+        return all(self._broker.committed(self.group, *ref) == self._broker.max_offset(*ref) for ref in left)
+
+    def _queues(self) -> Iterator[QueueRef]:
+        for topic in self.topics:
+            if (config := self._broker.topics.get(topic)) is not None:
+                yield from (QueueRef(topic, i) for i in range(config.read_queues))
+
+    def _lags(self) -> dict[QueueRef, int]:
+        """Return the number of messages not done, by wanted queue. Empty until the group exists."""
+        wanted = {*self.topics, *(name for topic in self.topics for name in retry_topics(self.group, topic))}
         try:
-            source.start()
+            lags = self._broker.lag(self.group)
+        except GroupNotFoundError:
+            return {}
+        return {ref: lag for ref, lag in lags.items() if ref.topic in wanted}
+
+    def lag(self) -> int:
+        return sum(self._lags().values())
+
+
+def supervise(run: Run, idle_exit: float | None) -> None:
+    """Start the consumer, wait for a reason to stop, and stop it."""
+    heard: list[int] = []
+
+    def ring(number: int, _: object) -> None:
+        heard.append(number)
+        if len(heard) == _SIGNALS:  # the third ends the process, which loses nothing
+            for each in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(each, signal.SIG_DFL)
+        run.bell.put("signal")
+
+    with on_signals(ring):
+        try:
+            run.consumer.start()
         except BaseException:
-            source.stop()
+            run.end()
             raise
         run.active_at = time.monotonic()
         signals = 0
@@ -140,9 +197,9 @@ def supervise(run: Run, source: Source, idle_exit: float | None) -> None:
             if _ring(run.bell, idle_exit, run) == "signal":
                 signals += 1
                 run.stop("signal")
-            elif idle_exit is not None and run.idle_s() >= idle_exit and (idle_exit or source.drained()):
+            elif idle_exit is not None and run.idle_s() >= idle_exit and (idle_exit or run.drained()):
                 run.stop("idle")
-        stopper = threading.Thread(target=_stop, args=(run, source), name="mqstore-consume-stop", daemon=True)
+        stopper = threading.Thread(target=_stop, args=(run,), name="mqstore-consume-stop", daemon=True)
         stopper.start()
         if signals and run.running:
             note(f"waiting for {run.running} running messages; interrupt again to kill them")
@@ -161,123 +218,24 @@ def _ring(bell: SimpleQueue[str], idle_exit: float | None, run: Run) -> str:
         return ""
 
 
-def _stop(run: Run, source: Source) -> None:
+def _stop(run: Run) -> None:
     try:
-        source.stop()
+        run.end()
     except BaseException as error:
         run.fail(error)
     run.bell.put("stopped")
 
 
-@contextmanager
-def _signals(bell: SimpleQueue[str]) -> Iterator[None]:
-    """Put the first two of SIGINT and SIGTERM into `bell`. The third ends the process, which loses nothing."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before: dict[int, Any] = {}
-    left = 2
-
-    def ring(number: int, frame: FrameType | None) -> None:
-        nonlocal left
-        left -= 1
-        if not left:
-            for each in before:
-                signal.signal(each, signal.SIG_DFL)
-        bell.put("signal")
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        before[number] = signal.signal(number, ring)
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-
-
-class _NotOurs(logging.Filter):
-    """Filter that drops log records about `Enough`, which is not a failure."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not (isinstance(record.args, tuple) and any(isinstance(each, Enough) for each in record.args))
+def _is_failure(record: logging.LogRecord) -> bool:
+    return not (isinstance(record.args, tuple) and any(isinstance(each, Enough) for each in record.args))
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    logger, ours = logging.getLogger("mqstore"), _NotOurs()
-    logger.addFilter(ours)
+    """Drop log records about `Enough`, which is not a failure."""
+    logger = logging.getLogger("mqstore")
+    logger.addFilter(_is_failure)
     try:
         yield
     finally:
-        logger.removeFilter(ours)
-
-
-class Source:
-    """Push consumer whose handler calls the run."""
-
-    def __init__(self, store: Store, run: Run, asked: Asked, policy: RetryPolicy | None) -> None:
-        self.broker = store.broker
-        self.run = run
-        self.asked = asked
-        self._held: set[QueueRef] = set()
-        """Ordered queues blocked by a message that waits for its next attempt."""
-        for topic in asked.topics:
-            if self.broker.topics.get(topic) is None:
-                note(f"topic {topic} does not exist yet; waiting for it")
-        self._consumer = store.push_consumer(
-            asked.group,
-            workers=asked.workers,
-            ordered=asked.ordered,
-            start=asked.start,
-            retry=policy,
-            consume_timeout=_NO_TIMEOUT_S,
-            interceptors=[run],
-        )
-        for topic in asked.topics:
-            self._consumer.subscribe(topic, self._handle, tags=asked.tags, sql=asked.sql)
-
-    def _handle(self, message: Message) -> None:
-        self._held.discard(message.queue)
-        try:
-            self.run.do(message)
-        except Enough:
-            while not cancelled():  # the consumer stops at SystemExit, without waiting for messages that still run
-                time.sleep(_LOOK_S / 4)
-            raise
-        except Failed:
-            if self._consumer.ordered:
-                self._held.add(message.queue)
-            raise
-
-    def start(self) -> None:
-        self._consumer.start()
-
-    def stop(self) -> None:
-        """Stop, and return when running handlers have ended and committed offsets are on disk."""
-        self._consumer.stop(float("inf"))
-
-    def drained(self) -> bool:
-        """Return True if no message can be delivered now. Failed ones wait for their next attempt."""
-        if not self._consumer.assignment().issuperset(self.queues()):
-            return False
-        left = [ref for ref, lag in self.lags().items() if lag and ref not in self._held]
-        # The lag of a queue that was read to its end is retries that wait for their time.
-        return all(self.broker.committed(self.asked.group, *ref) == self.broker.max_offset(*ref) for ref in left)
-
-    def lags(self) -> dict[QueueRef, int]:
-        """Return the number of messages not done, by wanted queue. Empty until the group exists."""
-        topics, group = self.asked.topics, self.asked.group
-        wanted = {*topics, *(name for topic in topics for name in retry_topics(group, topic))}
-        try:
-            lags = self.broker.lag(group)
-        except GroupNotFoundError:
-            return {}
-        return {ref: lag for ref, lag in lags.items() if ref.topic in wanted}
-
-    def lag(self) -> int:
-        return sum(self.lags().values())
-
-    def queues(self) -> Iterator[QueueRef]:
-        for topic in self.asked.topics:
-            if (config := self.broker.topics.get(topic)) is not None:
-                yield from (QueueRef(topic, i) for i in range(config.read_queues))
+        logger.removeFilter(_is_failure)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -218,10 +220,7 @@ def create(target: Path, name: str, dry_run: bool, json_output: bool, **typed: A
     A group created with --fifo retries for ever: a message that always fails blocks its queue. Give --max-attempts if
     such a message should become a dead letter instead.
     """
-
-    def change(desk: Any) -> Any:
-        return desk.set_group(name, create=True, dry_run=dry_run, **_given(**typed))
-
+    change = methodcaller("set_group", name, create=True, dry_run=dry_run, **_given(**typed))
     carry_out(f"create group {name}", target, change, group_row, dry_run=dry_run, json_output=json_output)
 
 
@@ -239,10 +238,7 @@ def alter(target: Path, name: str, dry_run: bool, json_output: bool, **typed: An
     """Change the given settings of the consumer group NAME in the store in DIR."""
     if all(value is None for value in typed.values()):
         raise click.UsageError("give --max-attempts, --retry, --start, --fifo, --consume or --broadcast")
-
-    def change(desk: Any) -> Any:
-        return desk.set_group(name, dry_run=dry_run, **_given(**typed))
-
+    change = methodcaller("set_group", name, dry_run=dry_run, **_given(**typed))
     carry_out(f"alter group {name}", target, change, group_row, dry_run=dry_run, json_output=json_output)
 
 
@@ -268,7 +264,5 @@ def delete(target: Path, name: str, dry_run: bool, yes: bool, json_output: bool)
         what += f" and its offsets in {', '.join(view.topics)}" if view.topics else ""
         return what, {"name": name, "topics": view.topics}
 
-    def delete(desk: Any, **how: Any) -> Any:
-        return desk.delete_group(name, **how)
-
-    delete_after_asking(target, delete, describe, dry_run=dry_run, yes=yes, json_output=json_output)
+    change = partial(methodcaller, "delete_group", name)
+    delete_after_asking(target, change, describe, dry_run=dry_run, yes=yes, json_output=json_output)

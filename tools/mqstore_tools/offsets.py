@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
 from mqstore_tools.render import safe, show_tables
 from mqstore_tools.session import (
     DefaultGroup,
+    Position,
     administer,
     ask,
     dry_run_option,
@@ -20,8 +20,6 @@ from mqstore_tools.session import (
     target_argument,
     yes_option,
 )
-
-To = Literal["earliest", "latest"] | datetime | int
 
 
 @click.group(
@@ -79,7 +77,7 @@ def show(target: Path, group: str | None, topic: str | None, json_output: bool) 
     )
 
 
-def _to(value: Any) -> To:
+def _to(value: Any) -> Position | int:
     if isinstance(value, str) and value.isascii() and value.isdigit():
         return int(value)
     return position(value)
@@ -108,7 +106,7 @@ def _to(value: Any) -> To:
 @dry_run_option
 @yes_option
 def reset(
-    target: Path, group: str, topic: str, queue_id: int | None, to: To, dry_run: bool, yes: bool, json_output: bool
+    target: Path, group: str, topic: str, queue_id: int | None, to: Any, dry_run: bool, yes: bool, json_output: bool
 ) -> None:
     """Move a group's committed offset in a topic of the store in DIR.
 

@@ -1,6 +1,6 @@
 """`mqstore produce`: send messages from the command line, files, lines, JSON lines or CSV.
 
-    bytes --Lines--> lines --_records--> records --Recipe--> messages --_Sender--> the store
+    bytes --Lines--> lines --_records--> records --Recipe--> messages --_Run--> the store
                                      |                      |
                                      +-- a bad one ---------+--> stop (exit 2), or count it (--skip-bad, exit 1)
 
@@ -13,14 +13,12 @@ from __future__ import annotations
 import csv
 import io
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, BinaryIO
 
 import click
@@ -32,7 +30,7 @@ from mqstore_tools.builder import Format, NoMessage, Recipe, Record
 from mqstore_tools.multi_store import duration, pairs
 from mqstore_tools.render import note, print_json, progress, safe, show_bytes
 from mqstore_tools.session import connected, dry_run_option, open_store, target_argument
-from mqstore_tools.shared import INTERRUPTED, NumberRange, command, finish
+from mqstore_tools.shared import INTERRUPTED, NumberRange, command, finish, on_signals
 
 _PIECE = 1000
 _PIECE_BYTES = 4 << 20
@@ -144,58 +142,24 @@ def produce(
         body_is_record=body_is_record,
     )
     check_user_topic(topic)
-    done = _Done(topic)
     stop = _Interrupt()
-    sources = _sources(files or (Path("-"),), done) if body is None else [("--body", io.BytesIO(os.fsencode(body)))]
+    run = _Run(topic, stop, None if dry_run else rate)
+    sources = _sources(files or (Path("-"),), run) if body is None else [("--body", io.BytesIO(os.fsencode(body)))]
     sending = _target(target, topic, queue_id, dry_run=dry_run, create=create, flush=flush)
-    with stop.installed(), sending as (send, recipe.max_message_size):
+    with on_signals(stop.ring), sending as (run.send, recipe.max_message_size):
         try:
-            _run(sources, recipe, done, stop, send, skip_bad=skip_bad, rate=rate if not dry_run else None)
+            run.send_all(sources, recipe, skip_bad=skip_bad)
         except MQStoreError as error:
-            done.add(error.receipts)
+            run.count(error.receipts)
             if json_output:
-                done.show(json_output=True, dry_run=dry_run, failed=str(error))
+                run.show(json_output=True, dry_run=dry_run, failed=str(error))
             if not isinstance(error, _BadLineError):
-                perhaps = f", and of the next {done.perhaps} perhaps some" if done.perhaps else ""
-                note(f"{done.messages} messages were stored before this error{perhaps}:")
+                perhaps = f", and of the next {run.perhaps} perhaps some" if run.perhaps else ""
+                note(f"{run.messages} messages were stored before this error{perhaps}:")
             raise
-    done.show(json_output=json_output, dry_run=dry_run, interrupted=stop.asked)
+    run.show(json_output=json_output, dry_run=dry_run)
     finish(stop.asked, INTERRUPTED)
-    finish(done.bad)
-
-
-def _run(
-    sources: Iterable[tuple[str, BinaryIO]],
-    recipe: Recipe,
-    done: _Done,
-    stop: _Interrupt,
-    send: _Send,
-    *,
-    skip_bad: bool,
-    rate: float | None,
-) -> None:
-    """Read records, make messages and store them."""
-    sender = _Sender(send, done, stop, rate)
-    with progress(f"to {done.topic}", poll=(lambda: (done.read_bytes, done.total_bytes)) if done.total_bytes else None):
-        for name, stream in sources:
-            lines = Lines(stream, done, stop, sender.store)
-            for number, record in _records(recipe, lines):
-                try:
-                    message = recipe.message(record)
-                except NoMessage as error:
-                    bad = f"{name}, line {number}: {error}"
-                    if not skip_bad:
-                        sender.store()
-                        text = f"{bad}; {done.messages} messages before it were stored"
-                        raise _BadLineError(text, "body") from error
-                    done.skip(bad)
-                else:
-                    sender.add(message)
-                if stop.asked:
-                    break
-            sender.store()
-            if stop.asked:
-                return
+    finish(run.bad)
 
 
 # -- storing -----------------------------------------------------------------------------------------------------------
@@ -241,59 +205,14 @@ def _plan(target: Path, topic: str, queue_id: int | None, *, create: bool) -> in
     return limit
 
 
-class _Sender:
-    """Sender that collects messages into pieces and stores them, at most `rate` per second."""
-
-    def __init__(self, send: _Send, done: _Done, stop: _Interrupt, rate: float | None) -> None:
-        self._send = send
-        self._done = done
-        self._stop = stop
-        self._rate = rate
-        self._most = _PIECE if rate is None else max(1, min(_PIECE, int(rate / _PIECES_A_SECOND)))
-        self._piece: list[OutgoingMessage] = []
-        self._bytes = 0
-        self._begin: float | None = None
-        self._sent = 0
-
-    def add(self, message: OutgoingMessage) -> None:
-        self._piece.append(message)
-        self._bytes += len(message.body)
-        if len(self._piece) >= self._most or self._bytes >= _PIECE_BYTES:
-            self.store()
-
-    def store(self) -> None:
-        if not self._piece:
-            return
-        self._wait()
-        piece, size = self._piece, self._bytes
-        self._piece, self._bytes = [], 0
-        try:
-            receipts = self._send(piece)
-        except ConnectionLostError as error:
-            self._done.perhaps = len(piece) - len(error.receipts) if error.sent else 0
-            raise
-        self._sent += len(piece)
-        self._done.messages += len(piece) - len(receipts)  # a dry run has no receipts
-        self._done.body_bytes += size
-        self._done.add(receipts)
-
-    def _wait(self) -> None:
-        if self._rate is None:
-            return
-        now = time.monotonic()
-        if self._begin is None:
-            self._begin = now
-        pause_s = self._begin + self._sent / self._rate - now
-        if pause_s > 0:
-            with self._stop.waiting(quietly=True):
-                time.sleep(pause_s)
-
-
 @dataclass
-class _Done:
-    """Counts of the input and of stored messages."""
+class _Run:
+    """A run: reads, collects messages into pieces, stores them, at most `rate` per second, and counts."""
 
     topic: str
+    stop: _Interrupt
+    rate: float | None
+    send: _Send = field(init=False)
     messages: int = 0
     body_bytes: int = 0
     bad: int = 0
@@ -304,57 +223,104 @@ class _Done:
     begin: float = field(default_factory=time.monotonic)
     queues: dict[tuple[str, int], tuple[int, SendReceipt, SendReceipt]] = field(default_factory=dict)
     """(messages, first receipt, last receipt) by topic and queue id."""
+    _piece: list[OutgoingMessage] = field(default_factory=list)
+    _piece_bytes: int = 0
+    _first_piece: float | None = None
 
-    def add(self, receipts: Iterable[object]) -> None:
+    def send_all(self, sources: Iterable[tuple[str, BinaryIO]], recipe: Recipe, *, skip_bad: bool) -> None:
+        """Read records, make messages and store them."""
+        with progress(f"to {self.topic}", (lambda: (self.read_bytes, self.total_bytes)) if self.total_bytes else None):
+            for name, stream in sources:
+                for number, record in _records(recipe, Lines(stream, self)):
+                    try:
+                        self._add(recipe.message(record))
+                    except NoMessage as error:
+                        bad = f"{name}, line {number}: {error}"
+                        if not skip_bad:
+                            self.store()
+                            text = f"{bad}; {self.messages} messages before it were stored"
+                            raise _BadLineError(text, "body") from error
+                        self._skip(bad)
+                    if self.stop.asked:
+                        break
+                self.store()
+                if self.stop.asked:
+                    return
+
+    def _add(self, message: OutgoingMessage) -> None:
+        most = _PIECE if self.rate is None else max(1, min(_PIECE, int(self.rate / _PIECES_A_SECOND)))
+        self._piece.append(message)
+        self._piece_bytes += len(message.body)
+        if len(self._piece) >= most or self._piece_bytes >= _PIECE_BYTES:
+            self.store()
+
+    def store(self) -> None:
+        if not self._piece:
+            return
+        self._wait()
+        piece, size = self._piece, self._piece_bytes
+        self._piece, self._piece_bytes = [], 0
+        try:
+            receipts = self.send(piece)
+        except ConnectionLostError as error:
+            self.perhaps = len(piece) - len(error.receipts) if error.sent else 0
+            raise
+        self.messages += len(piece) - len(receipts)  # a dry run has no receipts
+        self.body_bytes += size
+        self.count(receipts)
+
+    def _wait(self) -> None:
+        if self.rate is None:
+            return
+        now = time.monotonic()
+        if self._first_piece is None:
+            self._first_piece = now
+        pause_s = self._first_piece + self.messages / self.rate - now
+        if pause_s > 0:
+            with self.stop.waiting(quietly=True):
+                time.sleep(pause_s)
+
+    def count(self, receipts: Iterable[object]) -> None:
         for receipt in receipts:
             assert isinstance(receipt, SendReceipt)
             self.messages += 1
             count, first, _ = self.queues.get(receipt.queue, (0, receipt, receipt))
             self.queues[receipt.queue] = (count + 1, first, receipt)
 
-    def skip(self, bad: str) -> None:
+    def _skip(self, bad: str) -> None:
         self.bad += 1
         if self.bad <= _BAD_SHOWN:
             note(f"{bad}: skipped")
         elif self.bad == _BAD_SHOWN + 1:
             note("further bad lines are only counted")
 
-    def show(self, *, json_output: bool, dry_run: bool, interrupted: bool = False, failed: str | None = None) -> None:
-        seconds = time.monotonic() - self.begin
-        row: dict[str, Any] = {
-            "topic": self.topic,
-            "messages": self.messages,
-            "body_bytes": self.body_bytes,
-            "bad_lines": self.bad,
-            "seconds": round(seconds, 3),
-            "dry_run": dry_run,
-            "interrupted": interrupted,
-            "queues": [
-                {
-                    "topic": topic,
-                    "queue_id": queue_id,
-                    "messages": count,
-                    "first": _receipt(first),
-                    "last": _receipt(last),
-                }
-                for (topic, queue_id), (count, first, last) in sorted(self.queues.items())
-            ],
-        }
-        if failed is not None:
-            row |= {"failed": failed, "perhaps_stored": self.perhaps}
-        what = f"{self.messages} messages, {show_bytes(self.body_bytes)}"
+    def show(self, *, json_output: bool, dry_run: bool, failed: str | None = None) -> None:
+        """Print the counts. `failed` is the error that ended the run."""
+        seconds, queues = time.monotonic() - self.begin, sorted(self.queues.items())
+        interrupted = failed is None and self.stop.asked
+        if json_output:
+            row: dict[str, Any] = {
+                "topic": self.topic,
+                "messages": self.messages,
+                "body_bytes": self.body_bytes,
+                "bad_lines": self.bad,
+                "seconds": round(seconds, 3),
+                "dry_run": dry_run,
+                "interrupted": interrupted,
+                "queues": [
+                    {"topic": t, "queue_id": q, "messages": n, "first": _receipt(a), "last": _receipt(b)}
+                    for (t, q), (n, a, b) in queues
+                ],
+            }
+            print_json(row if failed is None else row | {"failed": failed, "perhaps_stored": self.perhaps})
+            return
         verb = "would send" if dry_run else "interrupted; sent" if interrupted else "sent"
         speed = "" if dry_run or seconds <= 0 else f" in {seconds:.2f} s, {self.messages / seconds:,.0f} a second"
-        lines = [f"{verb} {what}, to {self.topic}{speed}"]
-        lines += [
-            f"  {t}/{q}: {n}, offsets {a.offset}..{b.offset}" for (t, q), (n, a, b) in sorted(self.queues.items())
-        ]
+        print(safe(f"{verb} {self.messages} messages, {show_bytes(self.body_bytes)}, to {self.topic}{speed}"))
+        for (t, q), (n, a, b) in queues:
+            print(safe(f"  {t}/{q}: {n}, offsets {a.offset}..{b.offset}"))
         if self.bad:
-            lines.append(f"{self.bad} bad lines were skipped")
-        if json_output:
-            print_json(row)
-        else:
-            print("\n".join(map(safe, lines)))
+            print(f"{self.bad} bad lines were skipped")
 
 
 def _receipt(receipt: SendReceipt) -> dict[str, object]:
@@ -372,20 +338,7 @@ class _Interrupt:
         self.asked = False
         self._waiting = False
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        try:
-            before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # not in the main thread: called by a program
-            yield
-            return
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def ring(self, *_: object) -> None:
         again, self.asked = self.asked, True
         if self._waiting or again:
             raise KeyboardInterrupt
@@ -410,19 +363,14 @@ class _Interrupt:
 
 class Lines:
     """Lines of a stream, without their line ends. Iteration ends early when interrupted.
-    `before_wait` is called before each read, which may have to wait for input."""
+    Messages are stored before each read, which may have to wait for input."""
 
-    def __init__(self, stream: BinaryIO, done: _Done, stop: _Interrupt, before_wait: Callable[[], None]) -> None:
+    def __init__(self, stream: BinaryIO, run: _Run) -> None:
         self._stream = stream
-        self._done = done
-        self._stop = stop
-        self._before_wait = before_wait
+        self._run = run
+        self.stop = run.stop
         self.number = 0
         """Number of the last line."""
-
-    @property
-    def interrupted(self) -> bool:
-        return self._stop.asked
 
     def __iter__(self) -> Iterator[bytes]:
         rest = b""
@@ -433,7 +381,7 @@ class Lines:
                 yield line
             if len(rest) > _LINE_BYTES:
                 raise InvalidMessageError(f"line {self.number + 1} is longer than {show_bytes(_LINE_BYTES)}", "body")
-        if rest and not self.interrupted:  # an interrupted read may have only the first part of the line
+        if rest and not self.stop.asked:  # an interrupted read may have only the first part of the line
             self.number += 1
             yield rest
 
@@ -444,29 +392,29 @@ class Lines:
             data += block
             if len(data) > (max_bytes or 0):
                 check_message(OutgoingMessage(data), max_bytes)
-        if not self.interrupted:
+        if not self.stop.asked:
             self.number = 1
             yield data
 
     def _read(self) -> bytes:
-        self._before_wait()
-        if self._stop.asked:
+        self._run.store()
+        if self.stop.asked:
             return b""
         try:
-            with self._stop.waiting():
+            with self.stop.waiting():
                 block = self._stream.read1(_BLOCK_BYTES)  # type: ignore[attr-defined]  # every buffered stream has it
         except KeyboardInterrupt:
             return b""
-        self._done.read_bytes += len(block)
+        self._run.read_bytes += len(block)
         return bytes(block)
 
 
-def _sources(files: Sequence[Path], done: _Done) -> Iterator[tuple[str, BinaryIO]]:
+def _sources(files: Sequence[Path], run: _Run) -> Iterator[tuple[str, BinaryIO]]:
     """Yield (name, stream) of each file, opened one after the other. All must exist at the start."""
     for file in files:
         if str(file) != "-":
             with open(file, "rb"):
-                done.total_bytes += file.stat().st_size
+                run.total_bytes += file.stat().st_size
 
     def opened() -> Iterator[tuple[str, BinaryIO]]:
         for file in files:
@@ -513,7 +461,7 @@ def _rows(lines: Lines) -> Iterator[tuple[int, Record]]:
         except StopIteration:
             return
         except csv.Error as error:
-            if lines.interrupted:  # inside a cell of several lines
+            if lines.stop.asked:  # inside a cell of several lines
                 return
             yield lines.number, NoMessage(f"not CSV: {error}")
             continue

@@ -143,21 +143,21 @@ def carry_out(
 
 def delete_after_asking(
     target: Path,
-    delete: Callable[..., Any],
+    change: Callable[..., Callable[[Any], Any]],
     describe: Callable[[Any], tuple[str, dict[str, Any]]],
     *,
     dry_run: bool,
     yes: bool,
     json_output: bool,
 ) -> None:
-    """Run `delete(desk, dry_run=...)` if the user agrees. `describe` returns text and row of its plan."""
+    """Run the deletion `change(dry_run=...)` if the user agrees. `describe` returns text and row of its plan."""
     with administer(target) as desk:
-        what, row = describe(delete(desk, dry_run=True))
+        what, row = describe(change(dry_run=True)(desk))
         if dry_run:
             print_done({"dry_run": True, **row}, f"would delete {what}", json_output=json_output)
             return
         ask(safe(f"Delete {what}?"), yes=yes)
-        delete(desk)
+        change(dry_run=False)(desk)
     print_done(row, f"deleted {what}", json_output=json_output)
 
 
@@ -209,7 +209,10 @@ def moment(value: Any) -> datetime:
     return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
 
 
-def position(value: Any) -> Literal["earliest", "latest"] | datetime:
+Position = Literal["earliest", "latest"] | datetime
+
+
+def position(value: Any) -> Position:
     """Parse an option's place in a queue: earliest, latest, or a time."""
     return value if value in ("earliest", "latest") else moment(value)
 

@@ -7,9 +7,11 @@ import logging
 import math
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
@@ -186,6 +188,20 @@ def findings_on_stderr() -> Iterator[list[logging.LogRecord]]:
     finally:
         log.removeFilter(keep)
         log.setLevel(before)
+
+
+@contextmanager
+def on_signals(call: Callable[..., None]) -> Iterator[None]:
+    """Let `call` handle SIGINT and SIGTERM. Only the main thread can do this, so it has no effect in another one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, call) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def note_incomplete(queue: QueueRef, directory: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +106,8 @@ def create(
     target: Path, name: str, queues: int | None, type_: str | None, perm: str, dry_run: bool, json_output: bool
 ) -> None:
     """Create the topic NAME in the store in DIR."""
-
     message_type = None if type_ is None else type_.upper()
-
-    def change(desk: Any) -> Any:
-        return desk.create_topic(name, queues, _PERMS[perm], message_type, dry_run=dry_run)
-
+    change = methodcaller("create_topic", name, queues, _PERMS[perm], message_type, dry_run=dry_run)
     carry_out(f"create topic {name}", target, change, topic_row, dry_run=dry_run, json_output=json_output)
 
 
@@ -156,10 +154,7 @@ def alter(
         "perm": None if perm is None else _PERMS[perm],
         "message_type": None if type_ is None else type_.upper(),
     }
-
-    def change(desk: Any) -> Any:
-        return desk.alter_topic(name, settings, force=force, dry_run=dry_run)
-
+    change = methodcaller("alter_topic", name, settings, force=force, dry_run=dry_run)
     carry_out(f"alter topic {name}", target, change, topic_row, dry_run=dry_run, json_output=json_output)
 
 
@@ -185,7 +180,5 @@ def delete(target: Path, name: str, force: bool, dry_run: bool, yes: bool, json_
         what += f", the offsets of {', '.join(view.groups)}" if view.groups else ""
         return what, {"name": name, "messages": view.messages, "groups": view.groups}
 
-    def delete(desk: Any, **how: Any) -> Any:
-        return desk.delete_topic(name, force=force, **how)
-
-    delete_after_asking(target, delete, describe, dry_run=dry_run, yes=yes, json_output=json_output)
+    change = partial(methodcaller, "delete_topic", name, force=force)
+    delete_after_asking(target, change, describe, dry_run=dry_run, yes=yes, json_output=json_output)
