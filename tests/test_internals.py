@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "internals"
 NAMES = ("format", "delivery", "clients", "spark", "reliability")
 TEXTS = {name: (FOLDER / f"{name}.md").read_text(encoding="utf-8") for name in NAMES}
-PROMISES = [f"p{n}" for n in range(1, 14)]
+PROMISES = [f"p{n}" for n in range(1, 15)]
 
 _ANCHOR = re.compile(r'<a id="([^"]*)"></a>')
 _CITATION = re.compile(rf"(?<![\w/.-])({'|'.join(NAMES)})#([\w-]*)")
