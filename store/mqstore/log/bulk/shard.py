@@ -44,7 +44,7 @@ from mqstore.options import Profile
 WINDOW_BYTES = 8 << 20
 _INNER = re.compile(b"INNER_")
 _NUMBERS = ("records", "bytes", "crc32c", "largest")
-"""Members of `shard.json` that are numbers, in the order of `Shard`."""
+"""Members of `shard.json`, and fields of `Shard`, that are numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +131,8 @@ class Shard:
         for name in _NUMBERS:
             if type(value.get(name)) is not int or not 0 <= value[name] < 1 << 63:
                 _refuse(path, f"{name} must be a number that is not negative, not {value.get(name)!r:.80}", name)
-        numbers = (value[name] for name in _NUMBERS)
-        shard = cls(folder, *numbers, queues=_queues(path, value.get("queues")), limits=limits, fs=fs)
+        numbers = {name: value[name] for name in _NUMBERS}
+        shard = cls(folder, **numbers, queues=_queues(path, value.get("queues")), limits=limits, fs=fs)
         if shard.largest > limits.max_record_bytes:
             _refuse(
                 path,
