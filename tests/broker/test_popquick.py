@@ -23,6 +23,7 @@ from mqstore.broker.pop.ordered import OrderedQueues
 from mqstore.broker.pop.request import Delivery
 from mqstore.broker.pop.state import QueueFields
 from mqstore.broker.pop.unordered import UnorderedQueues
+from mqstore.broker.waiting import Wanted
 from mqstore.errors import MQStoreError
 from mqstore.native import kernel
 from tests.broker.popsupport import DLQ, RETRY, PopBench, interrupted_puts, memory, orders
@@ -577,7 +578,7 @@ def test_compiled_calls_at_once_are_those_of_python(tmp_path: Path, queues: int,
         for bench, fired in zip(pair.benches, woken, strict=True):
             bench.tables._tip = bench.tables.log.ways["ck"].log  # deliver by compiled code in both
             if parks:
-                bench.waiters.add_waiter("t", -1, None, None, fired.append, None, group="g")
+                bench.waiters.add_waiter(Wanted("t", -1, group="g"), fired.append)
         compiled_calls, python_calls = pair.benches[0].tables, pair.benches[1].service
         for topic, n, invisible_ms in [
             *[("t", 1, 60_000)] * 4,

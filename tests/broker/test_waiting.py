@@ -23,7 +23,7 @@ from mqstore import SimulatedClock
 from mqstore.broker import waiting
 from mqstore.broker.context import Parts
 from mqstore.broker.filters.filter import parse_filter
-from mqstore.broker.waiting import ANY_QUEUE, Waiter, Waiters
+from mqstore.broker.waiting import ANY_QUEUE, Waiter, Waiters, Wanted
 from mqstore.errors import ConfigError, StoreBusyError, StoreClosedError
 from mqstore.log.reading.tagfilter import UnitFilter
 from mqstore.log.store import MessageStore
@@ -76,9 +76,8 @@ class Hall:
         **more: Any,
     ) -> Waiter:
         deadline_ms = None if in_ms is None else self.clock.monotonic_ms() + in_ms
-        return self.waiters.add_waiter(
-            topic, queue_id, offset, filter, lambda worth: self.told.append((name, worth)), deadline_ms, **more
-        )
+        wanted = Wanted(topic, queue_id, offset, filter, **more)
+        return self.waiters.add_waiter(wanted, lambda worth: self.told.append((name, worth)), deadline_ms)
 
     def woken(self) -> list[str]:
         """Who was woken since this was asked last, each told True."""
@@ -199,7 +198,7 @@ def test_a_filter_or_callback_that_fails_harms_nobody(hall: Hall, caplog: pytest
         def apply(self, messages: list[Any]) -> list[Any]:
             return []
 
-    hall.waiters.add_waiter("t", 0, 0, None, lambda worth: [][1])
+    hall.waiters.add_waiter(Wanted("t", 0, 0), lambda worth: [][1])
     hall.park("broken", offset=0, filter=Broken())
     hall.park("sound", offset=0, filter=PAID)
     with caplog.at_level(logging.ERROR, "mqstore"):
@@ -337,18 +336,18 @@ def test_a_callback_is_called_by_who_dispatches(hall: Hall) -> None:
         other.join(HANGS_S)
         told.append((worth, other.is_alive()))
 
-    hall.waiters.add_waiter("t", 0, 0, None, hand_over)
+    hall.waiters.add_waiter(Wanted("t", 0, 0), hand_over)
     wakes = hall.wakes
     hall.put()
     assert told == [(True, False)]
     assert hall.wakes == wakes  # nothing is left for the housekeeper
 
-    hall.waiters.add_waiter("t", 0, 0, None, hand_over)  # what is there already
-    hall.waiters.add_waiter("t", 0, 1, None, hand_over, hall.clock.monotonic_ms() + 5)
+    hall.waiters.add_waiter(Wanted("t", 0, 0), hand_over)  # what is there already
+    hall.waiters.add_waiter(Wanted("t", 0, 1), hand_over, hall.clock.monotonic_ms() + 5)
     assert told[1:] == [(True, False)]
     hall.pass_ms(5)
     assert told[2:] == [(False, False)]
-    hall.waiters.add_waiter("t", 0, 1, None, hand_over)
+    hall.waiters.add_waiter(Wanted("t", 0, 1), hand_over)
     hall.waiters.close()
     assert told[3:] == [(False, False)]
 
@@ -363,7 +362,7 @@ def test_there_is_an_end_to_parking(hall: Hall, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(StoreBusyError, match="too many waiting receivers"):
         hall.park("c")
     with pytest.raises(StoreBusyError):
-        hall.waiters.wait("t", 0, 0, 1)
+        hall.waiters.wait(Wanted("t", 0, 0), 1)
     hall.waiters.remove_waiter(first)
     hall.park("c")
     assert len(hall.waiters.parked) == 2
@@ -376,7 +375,7 @@ def test_arguments_that_do_not_go_together(hall: Hall, queue_id: int, offset: in
     with pytest.raises(ConfigError):
         hall.park("w", queue_id, offset, group=group)
     with pytest.raises(ConfigError):
-        hall.waiters.wait("t", queue_id, offset, 0, group=group)
+        hall.waiters.wait(Wanted("t", queue_id, offset, group=group), 0)
     assert hall.is_empty()
 
 
@@ -384,7 +383,7 @@ def test_closing_ends_every_wait(hall: Hall) -> None:
     hall.park("a", in_ms=100)
     hall.park("b", ANY_QUEUE, group="g", also=["u"])
     results: list[bool] = []
-    thread = parked_thread(hall.waiters, lambda: results.append(hall.waiters.wait("t", 0, 0, 100)))
+    thread = parked_thread(hall.waiters, lambda: results.append(hall.waiters.wait(Wanted("t", 0, 0), 100)))
     hall.waiters.close()
     hall.waiters.close()
     thread.join(HANGS_S)
@@ -411,7 +410,7 @@ def test_closing_ends_every_wait(hall: Hall) -> None:
 )
 def test_a_thread_by_the_clock_of_a_test(hall: Hall, happens: Callable[[Hall], object], result: bool) -> None:
     results: list[bool] = []
-    thread = parked_thread(hall.waiters, lambda: results.append(hall.waiters.wait("t", 0, 0, 20, PAID)))
+    thread = parked_thread(hall.waiters, lambda: results.append(hall.waiters.wait(Wanted("t", 0, 0, PAID), 20)))
     assert hall.is_awaited
     happens(hall)
     thread.join(HANGS_S)
@@ -421,16 +420,16 @@ def test_a_thread_by_the_clock_of_a_test(hall: Hall, happens: Callable[[Hall], o
 
 def test_a_wait_for_what_is_there_does_not_park(hall: Hall) -> None:
     hall.store.put("t", b"", tag="open")
-    assert hall.waiters.wait("t", 0, 0, 1000)
-    assert hall.waiters.wait("t", 0, 0, 0)
-    assert not hall.waiters.wait("t", 0, 1, 0)
-    assert not hall.waiters.wait("t", 0, 0, 0, PAID)
-    assert not hall.waiters.wait("nowhere", 0, 0, 0)
+    assert hall.waiters.wait(Wanted("t", 0, 0), 1000)
+    assert hall.waiters.wait(Wanted("t", 0, 0), 0)
+    assert not hall.waiters.wait(Wanted("t", 0, 1), 0)
+    assert not hall.waiters.wait(Wanted("t", 0, 0, PAID), 0)
+    assert not hall.waiters.wait(Wanted("nowhere", 0, 0), 0)
     seen = hall.waiters.seen("t")
-    assert not hall.waiters.wait("t", ANY_QUEUE, None, 0, group="g", seen=seen)
+    assert not hall.waiters.wait(Wanted("t", ANY_QUEUE, group="g", seen=seen), 0)
     hall.put()
-    assert hall.waiters.wait("t", ANY_QUEUE, None, 0, group="g", seen=seen)
-    assert hall.waiters.wait("t", ANY_QUEUE, None, 1000, group="g", seen=seen)
+    assert hall.waiters.wait(Wanted("t", ANY_QUEUE, group="g", seen=seen), 0)
+    assert hall.waiters.wait(Wanted("t", ANY_QUEUE, group="g", seen=seen), 1000)
     assert hall.is_empty()
 
 
@@ -445,7 +444,7 @@ def test_an_interrupted_wait_passes_its_message_on(hall: Hall, monkeypatch: pyte
 
     monkeypatch.setattr(waiting, "Bell", InterruptedBell)
     with pytest.raises(KeyboardInterrupt):
-        hall.waiters.wait("t", ANY_QUEUE, None, 10, group="g")
+        hall.waiters.wait(Wanted("t", ANY_QUEUE, group="g"), 10)
     assert hall.woken() == ["other"]
     assert hall.is_empty()
 

@@ -48,7 +48,7 @@ from mqstore.broker.tables.members import Members, Mode
 from mqstore.broker.tables.offsets import OffsetTable
 from mqstore.broker.tables.topics import QUEUES_MAX, TopicTable
 from mqstore.broker.transactions.service import Transactions
-from mqstore.broker.waiting import Callback, Waiter, Waiters
+from mqstore.broker.waiting import Callback, Waiter, Waiters, Wanted
 from mqstore.closing import Closing
 from mqstore.contract import BrokerContract, Event, Limits, Start
 from mqstore.errors import (
@@ -312,7 +312,7 @@ class Broker(Closing, Sending, BrokerContract):
     ) -> bool:
         """Block until a message at or after `offset` passes `filter`, or a read would move on.
         Returns False after `timeout` seconds."""
-        return self._waiters.wait(topic, queue_id, offset, seconds(timeout, "timeout"), as_filter(filter))
+        return self._waiters.wait(Wanted(topic, queue_id, offset, as_filter(filter)), seconds(timeout, "timeout"))
 
     def min_offset(self, topic: str, queue_id: int) -> int:
         return self._bounds(topic, queue_id)[0]
@@ -340,7 +340,9 @@ class Broker(Closing, Sending, BrokerContract):
         filter: Filter | str | None = None,
         timeout: Duration | None = None,
     ) -> Waiter:
-        return self._waiters.add_waiter(topic, queue_id, offset, as_filter(filter), callback, self._deadline(timeout))
+        return self._waiters.add_waiter(
+            Wanted(topic, queue_id, offset, as_filter(filter)), callback, self._deadline(timeout)
+        )
 
     def add_pop_waiter(
         self,

@@ -38,7 +38,6 @@ from mqstore import arrays as np
 from mqstore.broker.service import BackgroundService, Wake
 from mqstore.errors import ConfigError, StoreBusyError, StoreClosedError
 from mqstore.log.reading.tagfilter import UnitFilter
-from mqstore.options import Duration, seconds
 from mqstore.signalsafe import Bell, Lock
 
 if TYPE_CHECKING:
@@ -80,24 +79,30 @@ class Waiter:
         """Result of the wait, None until fired."""
 
 
-class _Wanted(NamedTuple):
+class Wanted(NamedTuple):
     """Messages for which somebody waits."""
 
     topic: str
     queue_id: int
-    offset: int | None
-    filter: UnitFilter | None
-    group: str | None
-    also: Sequence[str]
-    seen: int | None
+    """A queue, which need not exist yet, or `ANY_QUEUE`."""
+    offset: int | None = None
+    """First offset wanted in one queue, or None for any new message. With None, messages before the wait are missed,
+    unless `seen` was taken before a search for messages, or the caller searches again."""
+    filter: UnitFilter | None = None
+    group: str | None = None
+    """Receivers of a group compete: a new unit wakes one receiver. A woken receiver that does not receive must pass the
+    wake-up on with `wake_one`. Receivers have no offset."""
+    also: Sequence[str] = ()
+    """Further topics of which any queue counts, such as those of the group's retries."""
+    seen: int | None = None
+    """Result of `Waiters.seen` for these topics."""
 
-    def check(self) -> _Wanted:
+    def check(self) -> None:
         if self.queue_id < ANY_QUEUE:
             rule = f"a queue, or {ANY_QUEUE} for any queue of the topic"
             raise ConfigError(f"queue_id must be {rule}, got {self.queue_id}")
         if self.offset is not None and (self.queue_id == ANY_QUEUE or self.group is not None):
             raise ConfigError("an offset needs one queue, and cannot be combined with a group")
-        return self
 
 
 class _Bucket:
@@ -156,29 +161,17 @@ class Waiters(BackgroundService):
         with self._lock:
             return self._news_of((topic, *also))
 
-    def wait(
-        self,
-        topic: str,
-        queue_id: int,
-        offset: int | None,
-        timeout: Duration,
-        filter: UnitFilter | None = None,
-        *,
-        group: str | None = None,
-        also: Sequence[str] = (),
-        seen: int | None = None,
-    ) -> bool:
-        """Block until a read at `offset` is worth it. Return False after `timeout` seconds.
-        Returns True when a unit at or after `offset` may pass `filter`, or at most 5 s after units that may not. The
-        other arguments and errors are those of `add_waiter`. Closing the engine ends every wait with False."""
-        timeout_s = seconds(timeout, "timeout")
-        wanted = _Wanted(topic, queue_id, offset, filter, group, also, seen).check()
+    def wait(self, wanted: Wanted, timeout_s: float) -> bool:
+        """Block until a read is worth it. Return False after the timeout.
+        Returns True when a unit at or after the offset may pass the filter, or at most 5 s after units that may not.
+        The errors are those of `add_waiter`. Closing the engine ends every wait with False."""
+        wanted.check()
         if timeout_s == 0:
-            if offset is not None:
-                return self._look(wanted, offset)[0]
-            return seen is not None and self.seen(topic, also) != seen
+            if wanted.offset is not None:
+                return self._look(wanted, wanted.offset)[0]
+            return wanted.seen is not None and self.seen(wanted.topic, wanted.also) != wanted.seen
         deadline_ms = None if math.isinf(timeout_s) else self._clock.monotonic_ms() + math.ceil(timeout_s * 1000)
-        waiter = Waiter(offset, deadline_ms, None)
+        waiter = Waiter(wanted.offset, deadline_ms, None)
         waiter.bell = bell = Bell()
         own_time = self._threads_time_themselves
         try:
@@ -188,40 +181,19 @@ class Waiters(BackgroundService):
                 return False
             return bool(waiter.outcome)  # fired, perhaps at the very end of its time
         except BaseException:  # for example Ctrl-C: another receiver must get the message of this waiter
-            if not self.remove_waiter(waiter) and waiter.outcome and group is not None:
-                self.wake_one(group, topic, queue_id)
+            if not self.remove_waiter(waiter) and waiter.outcome and wanted.group is not None:
+                self.wake_one(wanted.group, wanted.topic, wanted.queue_id)
             raise
 
-    def add_waiter(
-        self,
-        topic: str,
-        queue_id: int,
-        offset: int | None,
-        filter: UnitFilter | None,
-        callback: Callback,
-        deadline_ms: int | None = None,
-        *,
-        group: str | None = None,
-        also: Sequence[str] = (),
-        seen: int | None = None,
-    ) -> Waiter:
+    def add_waiter(self, wanted: Wanted, callback: Callback, deadline_ms: int | None = None) -> Waiter:
         """Call `callback(worth_reading)` once, when a thread in `wait` would be woken.
 
         The dispatching thread calls it during the dispatch. So it may only wake other threads, and must not block, put
-        or read.
-
-        queue_id     a queue, which need not exist yet, or `ANY_QUEUE`
-        offset       first offset wanted in one queue, or None for any new message. With None, messages before this call
-                     are missed, unless `seen` was taken before a search for messages, or the caller searches again
-        deadline_ms  `clock.monotonic_ms()` at which to call it with False, or None
-        group        receivers of a group compete: a new unit wakes one receiver. A woken receiver that does not receive
-                     must pass the wake-up on with `wake_one`. Receivers have no offset
-        also         further topics of which any queue counts, such as those of the group's retries
-
-        An error of the callback is logged. Raises StoreBusyError with 100 000 parked, StoreClosedError, and ConfigError
-        for arguments that contradict each other."""
-        wanted = _Wanted(topic, queue_id, offset, filter, group, also, seen).check()
-        waiter = Waiter(offset, deadline_ms, callback)
+        or read. At `deadline_ms` of `clock.monotonic_ms()` it is called with False. An error of the callback is logged.
+        Raises StoreBusyError with 100 000 parked, StoreClosedError, and ConfigError for members of `wanted` that
+        contradict each other."""
+        wanted.check()
+        waiter = Waiter(wanted.offset, deadline_ms, callback)
         self._park(waiter, wanted, deadline_ms)
         return waiter
 
@@ -381,7 +353,7 @@ class Waiters(BackgroundService):
 
     # -- parking ----------------------------------------------------------------------------------------------------
 
-    def _park(self, waiter: Waiter, wanted: _Wanted, due_ms: int | None) -> None:
+    def _park(self, waiter: Waiter, wanted: Wanted, due_ms: int | None) -> None:
         with self._lock:
             if self._closed:
                 self._store.check_closed()
@@ -400,7 +372,7 @@ class Waiters(BackgroundService):
         self._after_change()
         self._look_again(waiter, wanted)
 
-    def _look(self, wanted: _Wanted, offset: int) -> tuple[bool, int]:
+    def _look(self, wanted: Wanted, offset: int) -> tuple[bool, int]:
         """Return (True if a read at `offset` is worth it, the offset up to which units were matched)."""
         key = wanted.topic, wanted.queue_id
         bounds = self._store.offsets_or_none(*key)
@@ -408,7 +380,7 @@ class Waiters(BackgroundService):
             return False, offset
         return self._hits(wanted.filter, key, offset, bounds[1])[0] > 0, bounds[1]
 
-    def _look_again(self, waiter: Waiter, wanted: _Wanted) -> None:
+    def _look_again(self, waiter: Waiter, wanted: Wanted) -> None:
         """Check again, because units that became visible before the waiter was in its bucket have woken nobody."""
         offset = wanted.offset
         if offset is not None:

@@ -49,9 +49,9 @@ from mqstore.broker.reading import Reads
 from mqstore.broker.redelivery.attempt_journal import AttemptJournal
 from mqstore.broker.service import BackgroundService, Pin, Wake
 from mqstore.broker.tables.configfile import ConfigFile
-from mqstore.broker.waiting import Callback, Waiter, Waiters
+from mqstore.broker.waiting import Callback, Waiter, Waiters, Wanted
 from mqstore.errors import ConfigError, GroupNotFoundError, InvalidReceiptError, ReceiptExpiredError
-from mqstore.options import Durability, Duration, waits_for_disk
+from mqstore.options import Durability, waits_for_disk
 from mqstore.threads import breathe
 
 _MIN_INVISIBLE_MS, _MAX_INVISIBLE_MS = 100, 12 * 3_600_000
@@ -203,14 +203,11 @@ class PopService(BackgroundService):
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
-    def wait_for(self, request: PopRequest, timeout_s: Duration) -> bool:
+    def wait_for(self, request: PopRequest, timeout_s: float) -> bool:
         """Block until the pop may find a message. Return False after the timeout."""
-        group, topic, queue_id = request[:3]
-        also = self.retry_topics(group, topic)
-        seen = self._waiters.seen(topic, also)
-        if self._may_find(request):
-            return True
-        return self._waiters.wait(topic, queue_id, None, timeout_s, request.filter, group=group, also=also, seen=seen)
+        wanted = self._wanted(request)
+        seen = self._waiters.seen(wanted.topic, wanted.also)
+        return self._may_find(request) or self._waiters.wait(wanted._replace(seen=seen), timeout_s)
 
     def add_waiter(self, request: PopRequest, callback: Callback, deadline_ms: int | None = None) -> Waiter:
         """Call `callback(worth_a_pop)` once, when the pop may find a message, or at `deadline_ms`.
@@ -219,10 +216,7 @@ class PopService(BackgroundService):
         `Waiters.add_waiter` and `pop`."""
         group, topic, queue_id = request[:3]
         self._routes.require(group, topic)  # first, because the creation of a group would wake the waiter
-        also = self.retry_topics(group, topic)
-        waiter = self._waiters.add_waiter(
-            topic, queue_id, None, request.filter, callback, deadline_ms, group=group, also=also
-        )
+        waiter = self._waiters.add_waiter(self._wanted(request), callback, deadline_ms)
         try:
             worth_a_look = self._may_find(request)
         except BaseException:  # for example, the topic was deleted, and nothing would ever call this waiter
@@ -231,6 +225,10 @@ class PopService(BackgroundService):
         if worth_a_look:
             self._waiters.wake_one(group, topic, queue_id)
         return waiter
+
+    def _wanted(self, request: PopRequest) -> Wanted:
+        group, topic, queue_id = request[:3]
+        return Wanted(topic, queue_id, None, request.filter, group, self.retry_topics(group, topic))
 
     def retry_topics(self, group: str, topic: str) -> list[str]:
         """Return the names of the topics that may hold copies of popped messages, existing or not."""
