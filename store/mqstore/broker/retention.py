@@ -150,11 +150,12 @@ class RetentionService(BackgroundService):
         before = firm // segment_bytes * segment_bytes
         if movable >= before:
             return None
-        found = [roller.waiting_below(before) for roller in self._rollers]
+        found = [each for roller in self._rollers for each in roller.waiting_below(before) if len(each[0])]
+        if not found:
+            return None
+        offsets, sizes = map(np.concatenate, zip(*found, strict=True))
         # A waiting message whose record is gone still pins the log. It counts as the first existing record.
-        offsets = np.maximum(np.concatenate([offsets for offsets, _ in found]), parts.store.min_offset)
-        sizes = np.concatenate([sizes for _, sizes in found])
-        return worth_rolling(offsets, sizes, before, segment_bytes) if len(offsets) else None
+        return worth_rolling(np.maximum(offsets, parts.store.min_offset), sizes, before, segment_bytes)
 
     def _roll_some(self, now_ms: int) -> bool:
         """Relocate some messages. Return True if there may be more."""

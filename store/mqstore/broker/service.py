@@ -79,7 +79,7 @@ class Roller(BackgroundService):
     A relocated message no longer keeps the segments after its old record. Both methods are called in the thread of
     `run_once`."""
 
-    def waiting_below(self, physical_offset: int) -> tuple[np.NDArray[np.int64], np.NDArray[np.int64]]:
+    def waiting_below(self, physical_offset: int) -> Iterable[tuple[np.NDArray[np.int64], np.NDArray[np.int64]]]:
         """Return physical offsets and sizes of waiting records below `physical_offset`. An estimate."""
         raise NotImplementedError
 

@@ -300,20 +300,17 @@ class DelayService(Roller):
 
     # -- rolling ----------------------------------------------------------------------------------------------------
 
-    def waiting_below(self, physical_offset: int) -> tuple[np.NDArray[np.int64], np.NDArray[np.int64]]:
-        """Return the waiting messages with records below `physical_offset`. See `Roller`."""
-        offsets, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    def waiting_below(self, physical_offset: int) -> Iterator[tuple[np.NDArray[np.int64], np.NDArray[np.int64]]]:
+        """Yield the waiting messages with records below `physical_offset`. See `Roller`."""
         for level in self._levels.values():
             offset = level.offset
             while len(units := self._store.units(SCHEDULE_TOPIC, level.queue_id, offset, _BATCH_UNITS)):
                 messages = units[is_message(units)]
-                old = messages["physical_offset"] < physical_offset
-                offsets.append(messages["physical_offset"][old].astype(np.int64))
-                sizes.append(messages["size"][old].astype(np.int64))
-                if not old.all():
+                old = messages[messages["physical_offset"] < physical_offset]
+                yield old["physical_offset"].astype(np.int64), old["size"].astype(np.int64)
+                if len(old) < len(messages):
                     break
                 offset += len(units)
-        return np.concatenate(offsets), np.concatenate(sizes)
 
     def roll(self, physical_offset: int, count: int, now_ms: int) -> int:
         """Relocate messages. See `Roller`. A level whose head is due is skipped, because delivery copies it anyway."""

@@ -130,17 +130,14 @@ class TimerQueries(Roller):
                 self._messages.cancel(wanted, max(message.born_timestamp_ms for message in waiting))
             return bool(waiting)
 
-    def waiting_below(self, physical_offset: int) -> tuple[np.NDArray[np.int64], np.NDArray[np.int64]]:
+    def waiting_below(self, physical_offset: int) -> list[tuple[np.NDArray[np.int64], np.NDArray[np.int64]]]:
         """Return the waiting messages that are placed and written. See `Roller`."""
-        offsets, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        with self._lock:
-            try:
-                for _, units in self._units.old(physical_offset, self._read_ms) if self._begun else ():
-                    offsets.append(units["physical_offset"].astype(np.int64))
-                    sizes.append(units["record_size"].astype(np.int64))
-            except TimerFilesDamaged:
-                pass  # reading the slot, or `roll`, will find the same damage
-        return np.concatenate(offsets), np.concatenate(sizes)
+        with self._lock, suppress(TimerFilesDamaged):  # reading the slot, or `roll`, will find the same damage
+            found = self._units.old(physical_offset, self._read_ms) if self._begun else ()
+            return [
+                (units["physical_offset"].astype(np.int64), units["record_size"].astype(np.int64)) for _, units in found
+            ]
+        return []
 
     def _waits(self, message: Message) -> bool:
         """Return True if a message of the timer topic is neither delivered nor rolled.
