@@ -11,7 +11,7 @@ import pytest
 
 from mqstore import native
 from mqstore.layout import dispatch, indexfile, pairs, scan
-from mqstore.log.reading import checking
+from mqstore.log.reading import checking, records
 from mqstore.log.store import MessageStore
 from mqstore.native import Sending, compiled_put
 
@@ -24,7 +24,7 @@ compiled: Final = pytest.mark.skipif(not COMPILED, reason=f"no compiled parts: {
 def compiled_parts_left_out() -> Iterator[None]:
     """In all that reads many records, and in index files."""
     with ExitStack() as patches:
-        for module in (scan, dispatch, pairs, indexfile, checking):
+        for module in (scan, dispatch, pairs, indexfile, checking, records):
             patches.enter_context(mock.patch.object(module, "kernel", None))
         yield
 

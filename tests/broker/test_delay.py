@@ -23,7 +23,7 @@ from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC
 from mqstore.broker.retention import worth_rolling
 from mqstore.errors import ConfigError, InvalidMessageError, StoreFullError
 from mqstore.layout.properties import decode_properties
-from mqstore.log.reading.checking import RecordChecker
+from mqstore.log.reading.records import RecordReader
 from mqstore.options import delay_table_ms
 from tests.broker.delaysupport import Delays
 from tests.broker.support import START_MS, full
@@ -444,7 +444,7 @@ def test_damaged_records_are_passed_over_and_counted_once(delays: Delays) -> Non
         flip(delays.path / "commitlog" / f"{0:020d}", int(units["physical_offset"][0]) + 90)
     store = delays.store
     # One that has not verified anything before.
-    store.records.checker = RecordChecker(store.parts, store.news, passes_over_bad=True)
+    store.records = RecordReader(store.parts, store.news, store.check_closed, passes_over_bad=True)
     delays.clock.advance(500)
     assert delays.settle() == START_MS + 1_500
     assert delays.delivered() == [b"message %d" % n for n in (1, 2, 3, 6, 7, 8)]

@@ -224,7 +224,7 @@ def test_no_change_to_any_byte_of_a_message_is_ever_served(tmp_path: Path, mode:
         flip(segment, position, position % 8)
         with open_store(tmp_path / "s", "r") as store:
             # What another process's writer may still be doing is stopped before.
-            store.records.checker.passes_over_bad = mode == "rw"
+            store.records.passes_over_bad = mode == "rw"
             assert [m._record_bytes() for m in store.read("t")] == [whole[0], whole[2]]
             assert store.stats().bad_records == 1
             with pytest.raises(LookupError):

@@ -285,7 +285,7 @@ class PieceReader:
         for part in np.split(np.arange(len(whole)), np.flatnonzero(np.diff(segments)) + 1) if len(whole) else ():
             first, last = int(part[0]), int(part[-1]) + 1
             here = slice(first, last)
-            there = store.records.checker.segment_at(
+            there = store.records.segment_at(
                 int(whole.physical[first]), int((whole.physical[here] + whole.sizes[here]).max())
             )
             if there is None and int(whole.physical[first]) < store.min_offset:
@@ -387,7 +387,7 @@ def _log_pieces(
 
 def _events(store: StoreReader, base: int, low: int, high: int, policy: Policy) -> Iterator[Good | Bad]:
     """Yield the records that begin in [low, high) of the segment at `base`, and bytes without a record."""
-    there = store.records.checker.segment_at(low, high)
+    there = store.records.segment_at(low, high)
     if there is None:
         if low < store.min_offset:
             policy.removed += 1  # at least: their number is unknown

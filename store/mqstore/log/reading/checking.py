@@ -1,6 +1,6 @@
 """Checks that the records of units verify and belong to these units (format#readers, format#verifies).
 
-units of one segment -> its mapping -> compiled check, or numpy -> flags of the good ones
+units of one segment, and its mapping -> compiled check, or numpy -> flags of the good ones
 """
 
 from __future__ import annotations
@@ -9,13 +9,10 @@ import mmap
 from typing import NamedTuple
 
 from mqstore import arrays as np
-from mqstore.files.segment import Segment
 from mqstore.layout.dispatch import is_listed
 from mqstore.layout.record import MIN_RECORD_BYTES, Checksum
 from mqstore.layout.scan import Headers, gather, topic_is, verify
 from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.reading.change_feed import ChangeFeed
-from mqstore.log.store_files import StoreParts
 from mqstore.native import kernel
 
 
@@ -39,50 +36,6 @@ class Units(NamedTuple):
     physical: np.NDArray[np.int64]
     sizes: np.NDArray[np.int64]
     slots: np.NDArray[np.int64]
-
-
-class RecordChecker:
-    def __init__(self, parts: StoreParts, news: ChangeFeed, *, passes_over_bad: bool) -> None:
-        """With `passes_over_bad` a record that does not verify is damage.
-        A reader of another process's store checks it again, since it may be half-written."""
-        self.passes_over_bad = passes_over_bad
-        self.kernel = kernel if parts.config.verify_reads and parts.checksum == "crc32c-record" else None
-        """Compiled checks, if they exist for these records."""
-        self._run = parts.log_files
-        self._news = news
-        self._checksum = parts.checksum
-        self._verify_reads = parts.config.verify_reads
-
-    def segment_at(self, physical: int, stop: int) -> tuple[Segment, mmap.mmap] | None:
-        """Return the segment of records in [physical, stop) and its mapping, or None.
-        A file may end early for a reader, as at the start of a bulk append, and may have grown since. So the segments
-        are listed again before such a record is checked."""
-        segment = self._run.find(physical)
-        if segment is None or segment.start + segment.length < min(stop, segment.end):
-            self._news.list_again()
-            segment = self._run.find(physical)
-        if segment is None:
-            return None
-        try:
-            return segment, self._run.mapping(segment)
-        except FileNotFoundError:  # another process's retention removed it
-            self._news.list_again()
-            return None
-
-    def check(
-        self,
-        queue: ConsumeQueue,
-        physical: np.NDArray[np.int64],
-        sizes: np.NDArray[np.int64],
-        slots: np.NDArray[np.int64],
-    ) -> tuple[mmap.mmap | None, Checked]:
-        """Check the records of units of one segment. Return its mapping (None if the file is gone) and the result."""
-        there = self.segment_at(int(physical[0]), int((physical + sizes).max()))
-        if there is None:
-            return None, Checked(np.zeros(len(physical), np.bool_))
-        segment, buffer = there
-        units = Units(physical - segment.start, physical, sizes, slots)
-        return buffer, check_units(queue, buffer, units, self._checksum if self._verify_reads else None)
 
 
 def check_units(

@@ -42,7 +42,6 @@ from mqstore.log.manifest import Manifest
 from mqstore.log.message import Message, UnitBatch, stored_bytes
 from mqstore.log.names import is_path_safe
 from mqstore.log.reading.change_feed import ChangeFeed
-from mqstore.log.reading.checking import RecordChecker
 from mqstore.log.reading.records import RecordReader, Request
 from mqstore.log.reading.tagfilter import UnitFilter, parse_tags
 from mqstore.log.recovery.report import Finding, RecoveryReport
@@ -158,8 +157,7 @@ class StoreReader(Closing):
 
     def _read_by(self, news: ChangeFeed) -> None:
         self.news = news
-        checker = RecordChecker(self.parts, news, passes_over_bad=self.mode == "rw")
-        self.records = RecordReader(self.parts, news, checker, self.check_closed)
+        self.records = RecordReader(self.parts, news, self.check_closed, passes_over_bad=self.mode == "rw")
         self._opened_ms = self.clock.now_ms()
 
     @property
@@ -510,9 +508,7 @@ class StoreReader(Closing):
             unit = queue.read(slot, 1)
             physical, size, _ = UNIT.unpack(unit)
             there = (
-                self.records.checker.segment_at(physical, physical + size)
-                if 0 < size < VOID_SIZE and physical >= 0
-                else None
+                self.records.segment_at(physical, physical + size) if 0 < size < VOID_SIZE and physical >= 0 else None
             )
             if there is not None:
                 segment, buffer = there

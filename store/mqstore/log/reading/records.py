@@ -26,12 +26,13 @@ from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.message import Find, Message, UnitBatch
 from mqstore.log.names import TIMER_TOPIC
 from mqstore.log.reading.change_feed import ChangeFeed
-from mqstore.log.reading.checking import RecordChecker
+from mqstore.log.reading.checking import Checked, Units, check_units
 from mqstore.log.reading.tagfilter import UnitFilter
 from mqstore.log.recovery.offset_assigner import LOST_SEGMENTS
 from mqstore.log.recovery.report import Finding
 from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.log_tail import QueueRef
+from mqstore.native import kernel
 
 _log = logging.getLogger("mqstore")
 
@@ -85,10 +86,15 @@ class Ahead:
 
 class RecordReader:
     def __init__(
-        self, parts: StoreParts, news: ChangeFeed, checker: RecordChecker, check_open: Callable[[], None]
+        self, parts: StoreParts, news: ChangeFeed, check_open: Callable[[], None], *, passes_over_bad: bool
     ) -> None:
-        self.checker = checker
-        self._read_units: Any = getattr(checker.kernel, "read_units", None)
+        """With `passes_over_bad` a record that does not verify is damage.
+        A reader of another process's store checks it again, since it may be half-written."""
+        self.passes_over_bad = passes_over_bad
+        self._verify_reads = parts.config.verify_reads
+        self.kernel = kernel if self._verify_reads and parts.checksum == "crc32c-record" else None
+        """Compiled reads, if they exist for these records."""
+        self._read_units: Any = getattr(self.kernel, "read_units", None)
         self.bytes_read = 0
         """Bytes of the returned records."""
         self.bad: set[int] = set()
@@ -104,9 +110,40 @@ class RecordReader:
         self._told: set[str] = set()
         """Files whose loss or damage was logged."""
 
+    def segment_at(self, physical: int, stop: int) -> tuple[Segment, mmap.mmap] | None:
+        """Return the segment of records in [physical, stop) and its mapping, or None.
+        A file may end early for a reader, as at the start of a bulk append, and may have grown since. So the segments
+        are listed again before such a record is checked."""
+        segment = self._run.find(physical)
+        if segment is None or segment.start + segment.length < min(stop, segment.end):
+            self._news.list_again()
+            segment = self._run.find(physical)
+        if segment is None:
+            return None
+        try:
+            return segment, self._run.mapping(segment)
+        except FileNotFoundError:  # another process's retention removed it
+            self._news.list_again()
+            return None
+
+    def check(
+        self,
+        queue: ConsumeQueue,
+        physical: np.NDArray[np.int64],
+        sizes: np.NDArray[np.int64],
+        slots: np.NDArray[np.int64],
+    ) -> tuple[mmap.mmap | None, Checked]:
+        """Check the records of units of one segment. Return its mapping (None if the file is gone) and the result."""
+        there = self.segment_at(int(physical[0]), int((physical + sizes).max()))
+        if there is None:
+            return None, Checked(np.zeros(len(physical), np.bool_))
+        segment, buffer = there
+        units = Units(physical - segment.start, physical, sizes, slots)
+        return buffer, check_units(queue, buffer, units, self._checksum if self._verify_reads else None)
+
     def views(self, asked: Request) -> tuple[list[Message], int, bool]:
         """Return the messages, the offset after the last unit consumed, and whether `max_bytes` ended the read."""
-        found = None if self.checker.kernel is None else self._compiled(asked)
+        found = None if self.kernel is None else self._compiled(asked)
         messages, after, stop = self._locate(asked) if found is None else found
         if (unit_filter := asked.unit_filter) is not None:
             messages = unit_filter.apply(messages)
@@ -123,7 +160,7 @@ class RecordReader:
         physical, size, _ = UNIT.unpack_from(units)
         if not 0 < size < VOID_SIZE or physical < 0:
             return None
-        there = self.checker.segment_at(physical, physical + size)
+        there = self.segment_at(physical, physical + size)
         if there is None:
             return None
         segment, buffer = there
@@ -146,7 +183,7 @@ class RecordReader:
         )
         if not looked and not stop:
             return None
-        if unit_filter is None and self.checker.passes_over_bad:
+        if unit_filter is None and self.passes_over_bad:
             self.ahead = Ahead(queue, segment, batch, units, offset, offset + looked)
         self.bytes_read += total
         return messages, offset + looked, stop
@@ -200,7 +237,7 @@ class RecordReader:
         bounds = (np.flatnonzero(np.diff(physical // size)) + 1).tolist()
         for low, high in pairwise([0, *bounds, len(chosen)] if len(chosen) else []):
             here = slice(low, high)
-            buffer, checked = self.checker.check(queue, physical[here], sizes[here], slots[here])
+            buffer, checked = self.check(queue, physical[here], sizes[here], slots[here])
             good = checked.good
             if buffer is None and physical[low] < self._run.min_offset:
                 queue.correct_min(self._run.min_offset)  # retention deleted it meanwhile
@@ -211,7 +248,7 @@ class RecordReader:
             if not good.all():
                 self._check_open()  # closing the store meanwhile unmaps the segments, which is not damage
                 bad = ~good
-                if not self.checker.passes_over_bad and high == len(physical) and bad[-1]:
+                if not self.passes_over_bad and high == len(physical) and bad[-1]:
                     # Another process may be writing this record, so it ends the read. If a later record verifies, it is
                     # damage instead.
                     whole = int(np.flatnonzero(good)[-1]) + 1 if good.any() else 0
@@ -277,7 +314,7 @@ class RecordReader:
             segments = physical // self._run.segment_bytes
             for segment in np.unique(segments):
                 here = segments == segment
-                _, checked = self.checker.check(queue, physical[here], sizes[here], live[here] + slot)
+                _, checked = self.check(queue, physical[here], sizes[here], live[here] + slot)
                 if checked.good.any():
                     return True
             slot += count
@@ -316,7 +353,7 @@ class RecordReader:
         """Return the message whose record starts at `physical_offset`. Raises LookupError without a valid one."""
         self._check_open()
         stop = physical_offset + MIN_RECORD_BYTES
-        there = self.checker.segment_at(physical_offset, stop) if physical_offset >= 0 else None
+        there = self.segment_at(physical_offset, stop) if physical_offset >= 0 else None
         if there is None:
             self._check_open()  # closing the store meanwhile unmaps the segments
             missing = self.missing_segment(physical_offset)
