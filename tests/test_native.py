@@ -502,9 +502,9 @@ def test_a_message_without_anything_behind_it_is_an_error_and_no_crash() -> None
     bare = kernel.Located.__new__(kernel.Located)
     with pytest.raises(AttributeError):
         _ = bare.body
-    outside = kernel.Located(type("RecordBatch", (), {"buffer": b"short"}), 0, 0, 1000)
+    outside = kernel.Located(type("RecordBatch", (), {"buffer": b"short"}), 0, 0)
     with pytest.raises(IndexError):
-        _ = outside.body
+        _ = outside.size
     bare_tip, bare_queue = kernel.LogTail(), kernel.QueueTail()
     assert tip_put(bare_tip, bare_queue, b"", b"", None) is None
 

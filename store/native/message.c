@@ -21,15 +21,14 @@ static void located_dealloc(Located *self)
 
 static int located_init(Located *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"batch", "start", "offset", "body_end", NULL};
+    static char *names[] = {"batch", "start", "offset", NULL};
     PyObject *batch;
-    long long start, offset, body_end = -1;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLL|L", names, &batch, &start, &offset, &body_end))
+    long long start, offset;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLL", names, &batch, &start, &offset))
         return -1;
     Py_XSETREF(self->batch, Py_NewRef(batch));
     self->start = start;
     self->offset = offset;
-    self->body_end = body_end;
     return 0;
 }
 
@@ -70,32 +69,18 @@ static bool is_plain(const uint8_t *record)
 static PyObject *located_body(Located *self, void *closure)
 {
     Py_buffer view;
-    if (self->body_end < 0) {
-        Parts parts;
-        if (open_record(self, &view, &parts) < 0)
-            PyErr_Clear();
-        else {
-            const uint8_t *data = view.buf;
-            bool plain = is_plain(data + self->start);
-            PyObject *body = NULL;
-            if (plain)
-                body = PyBytes_FromStringAndSize((const char *)data + parts.body, (Py_ssize_t)parts.body_size);
-            PyBuffer_Release(&view);
-            if (plain)
-                return body;
-        }
-        return PyObject_CallMethodNoArgs((PyObject *)self, stored_body_name);
+    Parts parts;
+    if (open_record(self, &view, &parts) < 0)
+        PyErr_Clear();
+    else {
+        const char *data = view.buf;
+        bool plain = is_plain((const uint8_t *)data + self->start);
+        PyObject *body = plain ? PyBytes_FromStringAndSize(data + parts.body, (Py_ssize_t)parts.body_size) : NULL;
+        PyBuffer_Release(&view);
+        if (plain)
+            return body;
     }
-    if (open_record(self, &view, NULL) < 0)
-        return NULL;
-    PyObject *body = NULL;
-    long long start = self->start + BODY_AT_V4;
-    if (start > self->body_end || self->body_end > view.len)
-        PyErr_SetString(PyExc_IndexError, "the body is outside the buffer");
-    else
-        body = PyBytes_FromStringAndSize((const char *)view.buf + start, (Py_ssize_t)(self->body_end - start));
-    PyBuffer_Release(&view);
-    return body;
+    return PyObject_CallMethodNoArgs((PyObject *)self, stored_body_name);
 }
 
 static PyObject *located_encoded_properties(Located *self, void *closure)
@@ -315,7 +300,6 @@ static PyMemberDef located_members[] = {
     {"_batch", T_OBJECT, offsetof(Located, batch), READONLY, NULL},
     {"_start", T_LONGLONG, offsetof(Located, start), READONLY, NULL},
     {"offset", T_LONGLONG, offsetof(Located, offset), READONLY, "The queue offset."},
-    {"_body_end", T_LONGLONG, offsetof(Located, body_end), READONLY, NULL},
     {NULL},
 };
 
@@ -416,23 +400,16 @@ typedef struct {
     Py_ssize_t topic_bytes;
 } Expected;
 
-/* Return true if the record at `position` is sound (`sound_record`) and the one that a unit refers to, with its parts. `body_end`
-   becomes the end of its body if the body is plain, otherwise -1. */
-static bool matches_unit(const Py_buffer *view, int64_t position, const Expected *expected, bool checksum, Parts *parts,
-                     int64_t *body_end)
+/* Return true if the record at `position` is sound (`sound_record`) and the one that a unit refers to, with its parts. */
+static bool matches_unit(const Py_buffer *view, int64_t position, const Expected *expected, bool checksum, Parts *parts)
 {
     const uint8_t *data = view->buf;
-    *body_end = -1;
     if (expected->size <= 0 || sound_record(data, view->len, position, expected->physical, checksum, parts) != expected->size)
         return false;
     const uint8_t *record = data + position;
-    if ((int32_t)get32(record + QUEUE_ID_AT) != expected->queue_id ||
-        (int64_t)get64(record + QUEUE_OFFSET_AT) != expected->slot ||
-        !has_topic(data, parts, expected->topic, expected->topic_bytes))
-        return false;
-    if (is_plain(record))
-        *body_end = parts->body + parts->body_size;
-    return true;
+    return (int32_t)get32(record + QUEUE_ID_AT) == expected->queue_id &&
+           (int64_t)get64(record + QUEUE_OFFSET_AT) == expected->slot &&
+           has_topic(data, parts, expected->topic, expected->topic_bytes);
 }
 
 /* Return true if the message of a unit may have one of these tags (`TagFilter.units`). */
@@ -494,7 +471,6 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
     if (!(messages = PyList_New(room > 0 ? room : 0)))
         goto done;
     for (; looked < there && total < MOST_BYTES && found < most; looked++) {
-        int64_t body_end;
         const uint8_t *unit = (const uint8_t *)units->buf + looked * UNIT_BYTES, *later = unit + NEXT * UNIT_BYTES;
         if (looked + NEXT < there)
             fetch_at(view->buf, view->len, (int64_t)(get64(later) - (uint64_t)segment_start),
@@ -508,7 +484,7 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
             continue;
         int64_t position = expected.physical - segment_start;
         Parts parts;
-        if (!matches_unit(view, position, &expected, true, &parts, &body_end))
+        if (!matches_unit(view, position, &expected, true, &parts))
             break;
         if (!unlimited) {
             budget -= expected.size;
@@ -521,7 +497,6 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
         message->batch = Py_NewRef(args[1]);
         message->start = position;
         message->offset = expected.slot;
-        message->body_end = body_end;
         PyList_SET_ITEM(messages, found++, (PyObject *)message);
         total += expected.size;
     }
@@ -573,8 +548,9 @@ PyObject *native_check_units(PyObject *module, PyObject *const *args, Py_ssize_t
         expected.size = size[i];
         expected.slot = ((const int64_t *)slots->buf)[i];
         Parts parts;
-        bool matches = matches_unit(view, at[i], &expected, checksum, &parts, ends + i);
+        bool matches = matches_unit(view, at[i], &expected, checksum, &parts);
         ((uint8_t *)out->buf)[i] = matches;
+        ends[i] = matches && is_plain((const uint8_t *)view->buf + at[i]) ? parts.body + parts.body_size : -1;
         if (table && matches)
             note_parts(table->buf, count, i, &parts);
         if (copied < 0)

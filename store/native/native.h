@@ -272,7 +272,7 @@ bool add_number(Text *to, const char *name, long long value); /* not negative */
 typedef struct {
     PyObject_HEAD
     PyObject *batch;
-    long long start, offset, body_end;
+    long long start, offset;
 } Located;
 
 /* The buffer of the last record read, kept for the next record, which is often in the same one. Initialize with {0}. */

@@ -53,12 +53,12 @@ class _Shown(Message):
     __slots__ = ("_redeliveries", "_topic")
 
     def __init__(self, message: Message, topic: str, redeliveries: int) -> None:
-        super().__init__(message._batch, message._start, message.offset, message._body_end)
+        super().__init__(message._batch, message._start, message.offset)
         self._topic = topic
         self._redeliveries = redeliveries
 
     def __reduce__(self) -> tuple[Any, ...]:
-        stored = Message(self._batch, self._start, self.offset, self._body_end)
+        stored = Message(self._batch, self._start, self.offset)
         return _Shown, (stored, self._topic, self._redeliveries)
 
     @property

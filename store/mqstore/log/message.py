@@ -97,16 +97,14 @@ class Located:
     IPv6 hosts.
     """
 
-    # Four slots, since readers create thousands at once. Values that messages share are in their batch.
-    __slots__ = ("_batch", "_body_end", "_start", "offset")
+    # Three slots, since readers create thousands at once. Values that messages share are in their batch.
+    __slots__ = ("_batch", "_start", "offset")
 
-    def __init__(self, batch: UnitBatch, start: int, offset: int, body_end: int = -1) -> None:
-        """`start` is the record's position in the buffer of `batch`.
-        `body_end` is the end of a body that needs no decoding, or -1 if unknown."""
+    def __init__(self, batch: UnitBatch, start: int, offset: int) -> None:
+        """`start` is the record's position in the buffer of `batch`."""
         self._batch = batch
         self._start = start
         self.offset = offset
-        self._body_end = body_end
 
     @property
     def _buffer(self) -> mmap.mmap | bytes:
@@ -130,8 +128,7 @@ class Located:
     @property
     def body(self) -> bytes:
         """Body as it was sent. Raises FormatError if a compressed one cannot be inflated."""
-        end = self._body_end
-        return self._batch.buffer[self._start + BODY_AT_V4 : end] if end >= 0 else self._stored_body()
+        return self._stored_body()
 
     if TYPE_CHECKING:  # methods of `Message`, for records that are not plain
 

@@ -180,7 +180,7 @@ class DeadLetters:
             letters = self._chosen(start, end, sorted(set(map(_checked_offset, offsets))))
         times = range(start_ms or 0, sys.maxsize if stop_ms is None else stop_ms)
         chosen = (
-            _Letter(message._batch, message._start, message.offset, message._body_end)
+            _Letter(message._batch, message._start, message.offset)
             for message in letters
             if after_sent(message.offset, sent) == message.offset and message.store_timestamp_ms in times
         )
