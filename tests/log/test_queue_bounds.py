@@ -11,10 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.files.descriptors import DescriptorCache
+from mqstore.clock import SYSTEM_CLOCK
 from mqstore.files.filesystem import REAL, FileSystem, StrPath
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, VOID_UNIT
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
+from mqstore.log.manifest import sizes_found
+from mqstore.log.store_files import StoreParts
+from mqstore.options import StoreConfig
 
 RECORD = 100
 """Bytes of every record: unit i of a queue points at i * RECORD."""
@@ -33,13 +36,18 @@ def queue_of(
     for number in range(max(1, -(-len(data) // size))):
         piece = data[number * size : (number + 1) * size]
         (folder / f"{(first_file + number) * size:020d}").write_bytes(piece.ljust(size, b"\0"))
-    descriptors = DescriptorCache(REAL, 8, writable=False)
-    table = QueueTable(root / "consumequeue", root / "tmp", size, fs=REAL, descriptors=descriptors, file_mode=0o600)
-    table.load(exact=False)
-    queue = table.get("t", 0)
+    parts = parts_of(root, per_file)
+    parts.queue_table.load(exact=False)
+    queue = parts.queue_table.get("t", 0)
     assert queue is not None
-    yield table, queue
-    descriptors.close()
+    yield parts.queue_table, queue
+    parts.close()
+
+
+def parts_of(root: Path, per_file: int, fs: FileSystem = REAL) -> StoreParts:
+    """The files of a store that has nothing but queues."""
+    config = StoreConfig(consumequeue_units=per_file)
+    return StoreParts(root, sizes_found(root, "mqstore", config), config, fs, SYSTEM_CLOCK, writable=False)
 
 
 def live(slot: int) -> bytes:
@@ -122,12 +130,7 @@ def test_a_queue_whose_files_go_meanwhile_is_listed_again(tmp_path: Path, at: st
     write(0, 0 if at == "refresh" else 8)
     write(1, 0)
     fs = Overtaken()
-    table = QueueTable(
-        *(tmp_path / "consumequeue", tmp_path / "tmp", size),
-        fs=fs,
-        descriptors=DescriptorCache(fs, 8, writable=False),
-        file_mode=0o600,
-    )
+    table = parts_of(tmp_path, size // UNIT_BYTES, fs).queue_table
     table.load(exact=False)
     queue = table.get("t", 0)
     assert queue is not None

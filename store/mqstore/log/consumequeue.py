@@ -12,12 +12,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mqstore import arrays as np
-from mqstore.files.descriptors import DescriptorCache
-from mqstore.files.filesystem import FileSystem
 from mqstore.files.segment import segment_start
 from mqstore.files.tmp import new_file
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, VOID, VOID_UNIT, is_void, unit_dtype, used_units
@@ -32,6 +29,8 @@ from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+
+    from mqstore.log.store_files import StoreParts
 
 
 _CHUNK_UNITS = 1 << 16
@@ -418,27 +417,16 @@ def _is_queue_id(name: str) -> bool:
 class QueueTable:
     """Consume queues of a store, by topic and queue id."""
 
-    def __init__(
-        self,
-        root: Path,
-        tmp: Path,
-        segment_bytes: int,
-        *,
-        fs: FileSystem,
-        descriptors: DescriptorCache,
-        file_mode: int,
-        delay_table_ms: Sequence[int] = (),
-        own: bool = False,
-    ) -> None:
-        self.root = str(root)
+    def __init__(self, parts: StoreParts, *, own: bool) -> None:
+        self.root = str(parts.root / "consumequeue")
         self.own = own
         """True if this process is the writer. A writer refuses links and the like in place of files and folders."""
-        self.segment_bytes = segment_bytes
-        self.units_per_segment = segment_bytes // UNIT_BYTES
-        self.delay_table_ms = delay_table_ms
+        self.segment_bytes = parts.manifest.consumequeue_segment_bytes
+        self.units_per_segment = self.segment_bytes // UNIT_BYTES
+        self.delay_table_ms = parts.delay_table_ms
         """Delay of each level in ms, level 1 first (format#tags-code)."""
-        self.fs = fs
-        self.descriptors = descriptors
+        self.fs = parts.fs
+        self.descriptors = parts.descriptors
         self.short_files: dict[str, int] = {}
         """Lengths of files that are shorter than a segment, by path."""
         self.unsafe_names: list[str] = []
@@ -453,8 +441,7 @@ class QueueTable:
         self.in_rocksdb = False
         """True if RocketMQ keeps the queues in RocksDB, in the same folder as mqstore's.
         A writer creates mqstore's files next to it, which RocketMQ ignores."""
-        self._tmp = str(tmp)
-        self._file_mode = file_mode
+        self._tmp, self._file_mode = parts.root / "tmp", parts.config.file_mode
         self._queues: dict[tuple[str, int], ConsumeQueue] = {}
         self._topics: dict[str, dict[int, ConsumeQueue]] = {}
         self._lock = Lock()

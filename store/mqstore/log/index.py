@@ -14,11 +14,9 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mqstore import arrays as np
-from mqstore.clock import Clock
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.tmp import new_file
 from mqstore.layout.indexfile import (
@@ -39,6 +37,8 @@ from mqstore.native import fence
 from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
+    from mqstore.log.store_files import StoreParts
+
     _Ints = np.NDArray[np.int64] | Sequence[int]
     _Entries = tuple[np.NDArray[np.int32] | Sequence[int], _Ints, _Ints]
     """Entries as (key hashes, physical offsets, store times): arrays for many, lists for few."""
@@ -215,27 +215,14 @@ class IndexFile:
 class Index:
     """Index files of a store, oldest first."""
 
-    def __init__(
-        self,
-        root: Path,
-        tmp: Path,
-        slots: int,
-        entries: int,
-        *,
-        fs: FileSystem,
-        clock: Clock,
-        writable: bool,
-        file_mode: int,
-    ) -> None:
-        self._root = str(root)
-        self._tmp = str(tmp)
-        self.slots = slots
-        self.entries_per_file = entries
-        self.file_bytes = file_bytes(slots, entries)
-        self._fs = fs
-        self._clock = clock
+    def __init__(self, parts: StoreParts, *, writable: bool) -> None:
+        self._parts = parts
+        self._root = str(parts.root / "index")
+        self.slots = parts.manifest.index_slots
+        self.entries_per_file = parts.manifest.index_entries
+        self.file_bytes = file_bytes(self.slots, self.entries_per_file)
+        self._fs = parts.fs
         self._writable = writable
-        self._file_mode = file_mode
         self._mapped = _Mapped()
         self._lock = Lock()
         self._sync_lock = Lock()
@@ -331,11 +318,11 @@ class Index:
             # Synced even if it exists, since its creator may have been killed before the sync.
             fs.mkdir(self._root, exist_ok=True)
             fs.sync_directory(os.path.dirname(self._root))
-        stamp = int(datetime.fromtimestamp(self._clock.now_ms() / 1000).strftime("%Y%m%d%H%M%S%f")[:17])
+        stamp = int(datetime.fromtimestamp(self._parts.clock.now_ms() / 1000).strftime("%Y%m%d%H%M%S%f")[:17])
         if self.files:
             stamp = max(stamp, int(self.files[-1].name) + 1)  # names sort by age even if the clock stepped back
         path = os.path.join(self._root, f"{stamp:017d}")
-        with new_file(fs, self._tmp, "index", path, self._file_mode) as fd:
+        with new_file(fs, self._parts.root / "tmp", "index", path, self._parts.config.file_mode) as fd:
             fs.allocate(fd, self.file_bytes, HEADER_BYTES + SLOT_BYTES * self.slots)
             fs.fdatasync(fd)  # before the rename: a power cut must not leave a shorter file with this name
         fs.sync_directory(self._root)

@@ -216,7 +216,7 @@ class MessageStore(IteratingReader, Sending):
     def _open_for_writing(self, options: RecoverOptions, progress: Progress | None) -> None:
         parts = StoreParts(self.path, self.manifest, self.config, self.fs, self.clock, writable=True)
         self._set_parts(parts)
-        txn = TxnFile(self.path, self.fs, self.clock, self.config.file_mode)
+        txn = TxnFile(parts)
         outcome, went_down = Opening(parts, txn, self._abort).run(options, progress)
         end = outcome.end
         self.recovery = outcome.report

@@ -33,7 +33,6 @@ class StoreParts:
     ) -> None:
         # Limit of cached descriptors, and of mappings. Together they leave half of the free ones to the program.
         budget = max(4, min(config.max_mappings, free_descriptors() // 4))
-        tmp = root / "tmp"
         self.root = root
         self.manifest = manifest
         self.config = config
@@ -43,31 +42,13 @@ class StoreParts:
         self.delay_table_ms = delay_table_ms(manifest.delay_levels)
         folder, size = root / "commitlog", manifest.commitlog_segment_bytes
         self.log_files = (
-            SegmentWriter(folder, tmp, size, fs=fs, max_mappings=budget, file_mode=config.file_mode)
+            SegmentWriter(folder, root / "tmp", size, fs=fs, max_mappings=budget, file_mode=config.file_mode)
             if writable
             else SegmentRun(folder, size, fs=fs, max_mappings=budget)
         )
         self.descriptors = DescriptorCache(fs, budget, writable=writable)
-        self.queue_table = QueueTable(
-            root / "consumequeue",
-            tmp,
-            manifest.consumequeue_segment_bytes,
-            fs=fs,
-            descriptors=self.descriptors,
-            file_mode=config.file_mode,
-            delay_table_ms=self.delay_table_ms,
-            own=writable,
-        )
-        self.index = Index(
-            root / "index",
-            tmp,
-            manifest.index_slots,
-            manifest.index_entries,
-            fs=fs,
-            clock=clock,
-            writable=writable,
-            file_mode=config.file_mode,
-        )
+        self.queue_table = QueueTable(self, own=writable)
+        self.index = Index(self, writable=writable)
         self.checkpoint_file = CheckpointFile(root, fs, config.file_mode)
         self.checkpoint = self.checkpoint_file.current
         """Checkpoint of the last writer, then of this one. It lacks the changes that recovery saves."""

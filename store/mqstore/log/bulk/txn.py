@@ -31,14 +31,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mqstore.clock import Clock
 from mqstore.errors import CorruptStoreError, UnsupportedStoreError
 from mqstore.files.filesystem import FILE_MODE, FileSystem
 from mqstore.files.jsonfile import FileState, load_json, save_json, state_of
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.record import Checksum
 from mqstore.log.recovery.scanner import Good, scan_log
-from mqstore.log.store_files import CheckpointFile
+from mqstore.log.store_files import CheckpointFile, StoreParts
 
 TXN_FILE = os.path.join("config", "spark", "txn.json")
 _SCHEMA = 1
@@ -148,16 +147,13 @@ def _number(value: Any, name: str) -> int:
 class TxnFile:
     """The file, for a writer. Not thread-safe: the splicer calls it under its own lock."""
 
-    def __init__(self, root: Path, fs: FileSystem, clock: Clock, file_mode: int) -> None:
-        self.path = root / TXN_FILE
+    def __init__(self, parts: StoreParts) -> None:
+        self.path = parts.root / TXN_FILE
         self.state = TxnState()
         self.written = False
         """True if the file exists, or existed."""
         self.problems: list[str] = []
-        self._root = root
-        self._fs = fs
-        self._clock = clock
-        self._file_mode = file_mode
+        self._parts = parts
         self._folders_durable = False
         self._check = partial(TxnState.from_json, file=self.path)
 
@@ -165,8 +161,9 @@ class TxnFile:
         """Read `state`.
         Raises CorruptStoreError if there was a value and no good copy is left, UnsupportedStoreError if a newer program
         wrote it, and StoreIOError."""
+        parts = self._parts
         value, self.problems = load_json(
-            self.path, writer=True, fs=self._fs, clock=self._clock, check=self._check, root=self._root
+            self.path, writer=True, fs=parts.fs, clock=parts.clock, check=self._check, root=parts.root
         )
         self.written = value is not None
         self.state = self._check(value) if value is not None else TxnState()
@@ -177,19 +174,20 @@ class TxnFile:
         Raises StoreFullError or StoreIOError. Then the file has its old value, or `state` if only the last sync failed
         (see `on_disk`)."""
         self._make_folders()
-        save_json(self.path, state.as_json(), self._fs, check=self._check, file_mode=self._file_mode)
+        parts = self._parts
+        save_json(self.path, state.as_json(), parts.fs, check=self._check, file_mode=parts.config.file_mode)
         self.state, self.written = state, True
 
     def on_disk(self) -> TxnState:
-        return read_txn(self._root, self._fs)
+        return read_txn(self._parts.root, self._parts.fs)
 
     def _make_folders(self) -> None:
         if self._folders_durable:
             return
-        spark = self.path.parent
+        spark, fs = self.path.parent, self._parts.fs
         for folder in (spark.parent, spark):
-            self._fs.mkdir(folder, exist_ok=True)
-            self._fs.sync_directory(folder.parent)
+            fs.mkdir(folder, exist_ok=True)
+            fs.sync_directory(folder.parent)
         self._folders_durable = True
 
 
