@@ -447,8 +447,7 @@ def test_a_waiting_reader_goes_before_the_next_dispatch(store: MessageStore) -> 
             reader.start()
             came.wait()
 
-    parts = (store.wakeups.log, store.queue_table, store.index)
-    dispatcher = Dispatcher(*parts, checksum=store.checksum, end_of=end)
+    dispatcher = Dispatcher(store.parts, store.wakeups.log, end)
     dispatcher.listeners.append(noted)
     reader = threading.Thread(target=dispatcher.run_once)
     store.put("t", b"0")

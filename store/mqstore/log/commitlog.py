@@ -18,15 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from struct import Struct
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from mqstore import arrays as np
-from mqstore.clock import SYSTEM_CLOCK, Clock
+from mqstore.clock import SYSTEM_CLOCK
 from mqstore.errors import InvalidMessageError, MQStoreError
 from mqstore.files.segment import Segment
-from mqstore.files.segmentwriter import SegmentWriter
 from mqstore.layout.encode import encode_copies, encode_records
-from mqstore.layout.hosts import IPV4_BYTES, LOCAL_HOST
+from mqstore.layout.hosts import IPV4_BYTES, LOCAL_HOST, encode_host
 from mqstore.layout.record import (
     BLANK_BYTES,
     BORN_HOST_V6,
@@ -34,7 +33,6 @@ from mqstore.layout.record import (
     STORE_HOST_V6,
     TRANSACTION_COMMIT,
     TRANSACTION_MASK,
-    Checksum,
     encode_blank,
     header_struct,
     host_bits,
@@ -43,6 +41,9 @@ from mqstore.log.writing.log_tail import LogTail, QueueRef, QueueTail
 from mqstore.log.writing.receipts import SendReceipt, SendReceipts
 from mqstore.native import crc32c, kernel
 from mqstore.signalsafe import Lock
+
+if TYPE_CHECKING:
+    from mqstore.log.store_files import StoreParts
 
 __all__ = [
     "ALLOWANCE",
@@ -100,10 +101,9 @@ ORDINARY = Fields()
 class CommitLog(LogTail):
     """Log for appending, and its bounds. `end` is the write position, `min_offset` the first byte kept."""
 
-    def __init__(
-        self, run: SegmentWriter, *, checksum: Checksum, clock: Clock, store_host: bytes, on_alarm: Callable[[], None]
-    ) -> None:
-        self.run = run
+    def __init__(self, parts: StoreParts, on_alarm: Callable[[], None]) -> None:
+        clock, store_host = parts.clock, encode_host(parts.config.store_host)
+        self.run = run = parts.log_writer
         self.end = 0
         self.called_end = -1
         """`end` after the last large write by a call. A writer that continues there needs no prepared pages."""
@@ -114,8 +114,8 @@ class CommitLog(LogTail):
         self.failed: MQStoreError | None = None
         """Error that every later put raises: a sync failed, or the store was closed."""
         self.max_record_bytes = run.segment_bytes - BLANK_BYTES
-        self._checksum = checksum
-        self._whole_record = checksum == "crc32c-record"
+        self._checksum = parts.checksum
+        self._whole_record = parts.checksum == "crc32c-record"
         self._now_ns = None if clock is SYSTEM_CLOCK else (lambda: clock.now_ms() * _MS_NS)
         self._time_ns: Callable[[], int] = self._now_ns or time.time_ns
         self._receipt = SendReceipt

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, ClassVar, Concatenate, Literal, ParamSpec, Typ
 from mqstore.clock import SYSTEM_CLOCK
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.lock import AbortMark, WriterLock
-from mqstore.layout.hosts import encode_host
 from mqstore.log import manifest as manifests
 from mqstore.log.bulk.inbox import BulkAppender, CreateTopics
 from mqstore.log.bulk.splice import Splicer, SpliceResult
@@ -155,19 +154,11 @@ class MessageStore(IteratingReader, Sending):
         pages = PagePrefetch(parts.log_writer, self.clock)
         flushes = self.durability == "flush"
         self.wakeups = Wakeups(pages, background=self._background, after_sync=flushes)
-        self._log = self.wakeups.log = CommitLog(
-            parts.log_writer,
-            checksum=parts.checksum,
-            clock=self.clock,
-            store_host=encode_host(config.store_host),
-            on_alarm=self.wakeups.passed,
-        )
+        self._log = self.wakeups.log = CommitLog(parts, self.wakeups.passed)
         self._syncs = LogSyncs(parts, self._log, self.wakeups, self.is_lost, by_default=flushes)
         self._commit = self._syncs.commit
         visible_end = self._syncs.visible_end
-        self._dispatcher = Dispatcher(
-            self._log, parts.queue_table, parts.index, checksum=parts.checksum, end_of=visible_end
-        )
+        self._dispatcher = Dispatcher(parts, self._log, visible_end)
         self.on_growth = self._dispatcher.listeners
         self.default_retention: Retention | None = None
         """Retention if the configuration has none. Set by a broker."""

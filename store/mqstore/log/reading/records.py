@@ -99,10 +99,8 @@ class RecordReader:
         """Bytes of the returned records."""
         self.bad: set[int] = set()
         """Physical offsets of records that did not verify."""
-        self._root, self._fs = parts.root, parts.fs
-        self._checksum = parts.checksum
-        self._delay_table_ms = parts.delay_table_ms
-        self._run = parts.log_files
+        self._root, self._run, self._checksum = parts.root, parts.log_files, parts.checksum
+        self._parts = parts
         self._news = news
         self._check_open = check_open
         self.ahead: Ahead | None = None
@@ -255,7 +253,7 @@ class RecordReader:
                     if not self._verifies_behind(queue, int(slots[-1]) + 1):
                         after, stop = int(slots[low + whole]), True
                         bad[whole:] = False
-                        if asked.tell and not writer_alive(self._root, self._fs):
+                        if asked.tell and not writer_alive(self._root, self._parts.fs):
                             loss = self.loss_at(int(physical[low + whole]), 0, queue.ref, after)
                             self.log_lost(loss, "Reading the queue ends there")
                 for slot, position in zip(slots[here][bad].tolist(), physical[here][bad].tolist(), strict=True):
@@ -369,7 +367,7 @@ class RecordReader:
     def decoded(self, buffer: mmap.mmap, base: int, at: int) -> Message:
         """Return the message of the record at byte `at` of a segment that starts at `base`. The record is verified."""
         record = decode_record(buffer, at)
-        code = tags_code_at(buffer, at, self._delay_table_ms)
+        code = tags_code_at(buffer, at, self._parts.delay_table_ms)
         unit = UNIT.pack(base + at, record.total_size, code)
         ref = QueueRef(record.topic, record.queue_id)
         batch = UnitBatch(ref, buffer, unit, record.queue_offset, self.finder(record.topic))

@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 from mqstore import arrays as np
 from mqstore.files.segment import place_in_file
-from mqstore.files.segments import SegmentRun
 from mqstore.layout.consumequeue import is_void
 from mqstore.layout.dispatch import Rows
-from mqstore.layout.record import MIN_RECORD_BYTES, Checksum
-from mqstore.log.consumequeue import ConsumeQueue, QueueTable
+from mqstore.layout.record import MIN_RECORD_BYTES
+from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
 from mqstore.log.recovery.report import Finding, Kind
 from mqstore.log.recovery.scanner import record_at
+from mqstore.log.store_files import StoreParts
 
 MAX_SLOT = (1 << 63) // 64
 """Maximum number of units of a queue. Their byte offset is an i64, and they have 20 bytes each."""
@@ -88,11 +88,9 @@ class Misnumbered(NamedTuple):
 class OffsetAssigner:
     """Assigns slots to the records of a log. `first_slot` is called for a queue's first record."""
 
-    def __init__(self, run: SegmentRun, queues: QueueTable, checksum: Checksum, first_slot: FirstSlot) -> None:
-        self.generations = TopicGenerations(run, queues, checksum)
-        self._run = run
-        self._queues = queues
-        self._checksum = checksum
+    def __init__(self, parts: StoreParts, first_slot: FirstSlot) -> None:
+        self.generations = TopicGenerations(parts)
+        self._run, self._queues, self._checksum = parts.log_files, parts.queue_table, parts.checksum
         self._first_slot = first_slot
         self._last: dict[ConsumeQueue, tuple[int, int]] = {}
         """By queue: the slot after the last assigned one, and the end of that slot's record."""
@@ -396,10 +394,8 @@ class TopicGenerations:
     the position of its deletion is known (`log.deleted`).
     """
 
-    def __init__(self, run: SegmentRun, queues: QueueTable, checksum: Checksum) -> None:
-        self._run = run
-        self._queues = queues
-        self._checksum = checksum
+    def __init__(self, parts: StoreParts) -> None:
+        self._run, self._queues, self._checksum = parts.log_files, parts.queue_table, parts.checksum
         self._begins: dict[ConsumeQueue, tuple[int, int]] = {}
         self._listed: dict[ConsumeQueue, int] = {}
         """Physical offset from which on all records are of the current generation."""

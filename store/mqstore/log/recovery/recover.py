@@ -103,7 +103,7 @@ def unlisted_queue(parts: StoreParts, wanted: Callable[[str], bool], *, whole: b
     Returns None without such a queue. Reads headers from S on (with `whole` all), up to the first such record."""
     if not parts.log_files.starts:
         return None
-    generations = TopicGenerations(parts.log_files, parts.queue_table, parts.checksum)
+    generations = TopicGenerations(parts)
     start = ScanStart(parts, whole=whole).start()
     found = scan_log(parts.log_files, start, parts.checksum, checksums=False)
     for event in until_torn(found, lambda: parts.torn_from(start)):
@@ -135,7 +135,7 @@ class _Recovery:
         # Where the log should begin. Segments between it and `first` are lost.
         self.log_start = self.first if noted is None else min(noted, self.first)
         self.start = self.first  # records from here on get their units
-        self.slots = OffsetAssigner(parts.log_files, parts.queue_table, parts.checksum, self._first_slot)
+        self.slots = OffsetAssigner(parts, self._first_slot)
         self.damage: list[tuple[int, int]] = []  # ranges [start, stop) of the log, ascending
         self.touched: set[ConsumeQueue] = set()
         self.index = IndexRepair(

@@ -144,7 +144,7 @@ class Verifier:
         self._problems = problems
         self._unfinished = unfinished
         self._json_checks = json_checks
-        self.slots = OffsetAssigner(run, parts.queue_table, parts.checksum, self._first_slot)
+        self.slots = OffsetAssigner(parts, self._first_slot)
         self._max_errors = max_errors
         self._entries = IndexTally()
         self._first = run.min_offset

@@ -20,14 +20,13 @@ from mqstore import arrays as np
 from mqstore.errors import StoreFullError
 from mqstore.layout.consumequeue import UNIT_BYTES
 from mqstore.layout.dispatch import FEW_RECORDS, FEW_WITHOUT_NUMPY, Output, few
-from mqstore.layout.record import Checksum
 from mqstore.layout.scan import find_next, read_run
 from mqstore.log.commitlog import CommitLog
-from mqstore.log.consumequeue import ConsumeQueue, QueueTable
-from mqstore.log.index import Index
+from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
 from mqstore.log.recovery.scanner import check_at
 from mqstore.log.stats import TaskErrors
+from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.wakeups import NEVER, Wakeups
 from mqstore.signalsafe import Bell, Lock
 from mqstore.threads import breathe
@@ -72,15 +71,7 @@ def slot_runs(end: int, offsets: np.NDArray[np.int64] | list[int]) -> list[tuple
 class Dispatcher:
     """Builds units and index entries of all records below `end_of()`."""
 
-    def __init__(
-        self,
-        log: CommitLog,
-        queues: QueueTable,
-        index: Index,
-        *,
-        checksum: Checksum,
-        end_of: Callable[[], int],
-    ) -> None:
+    def __init__(self, parts: StoreParts, log: CommitLog, end_of: Callable[[], int]) -> None:
         self.position = 0
         self.dispatched = 0
         """Number of records that got a unit since opening."""
@@ -93,9 +84,7 @@ class Dispatcher:
         self.attended = False
         """True if somebody needs notice of new messages at once, and gets it through `listeners`."""
         self._log = log
-        self._queues = queues
-        self._index = index
-        self._checksum = checksum
+        self._queues, self._index, self._checksum = parts.queue_table, parts.index, parts.checksum
         self.visible_end = end_of
         """Function that returns the physical offset below which records may be dispatched."""
         self._turn = Lock()
