@@ -17,7 +17,6 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from mqstore import arrays as np
-from mqstore.files.filesystem import FileSystem
 from mqstore.files.tmp import new_file
 from mqstore.layout.indexfile import (
     ENTRY_BYTES,
@@ -78,13 +77,9 @@ class IndexFile:
     The file that is being written stays mapped. Others are mapped when they are read, and only few at a time. There may
     be thousands, and a mapping may cost a descriptor."""
 
-    def __init__(
-        self, path: str, length: int, entries: int, fs: FileSystem, mapped: _Mapped, *, writable: bool
-    ) -> None:
-        self._fs = fs
-        self._length = length
-        self._entries = entries
-        self._mapped = mapped
+    def __init__(self, path: str, index: Index, *, writable: bool) -> None:
+        self._fs, self._length, self._entries = index.fs, index.file_bytes, index.entries_per_file
+        self._mapped = index.mapped
         self._mapping: mmap.mmap | None = None
         self._final_header: IndexHeader | None = None
         self._order: tuple[int, bool] | None = None  # number of entries, and True if they ascend
@@ -94,9 +89,9 @@ class IndexFile:
         self.dirty = False
         self.fd = -1
         if writable:
-            self.fd = fs.open(path, os.O_RDWR)
+            self.fd = self._fs.open(path, os.O_RDWR)
             try:
-                self._mapping = fs.map(self.fd, length, writable=True)
+                self._mapping = self._fs.map(self.fd, self._length, writable=True)
             except BaseException:
                 self.close()
                 raise
@@ -221,9 +216,9 @@ class Index:
         self.slots = parts.manifest.index_slots
         self.entries_per_file = parts.manifest.index_entries
         self.file_bytes = file_bytes(self.slots, self.entries_per_file)
-        self._fs = parts.fs
+        self.fs = parts.fs
         self._writable = writable
-        self._mapped = _Mapped()
+        self.mapped = _Mapped()
         self._lock = Lock()
         self._sync_lock = Lock()
         self.files: list[IndexFile] = []
@@ -237,14 +232,11 @@ class Index:
 
     # -- files ------------------------------------------------------------------------------------------------------
 
-    def _open(self, path: str, *, writable: bool) -> IndexFile:
-        return IndexFile(path, self.file_bytes, self.entries_per_file, self._fs, self._mapped, writable=writable)
-
     def load(self) -> list[Finding]:
         """List the index files. Report a file of another length, and leave it alone."""
         findings = []
         known = {file.name for file in self.files}
-        for name, length in self._fs.scandir_files(self._root) if os.path.isdir(self._root) else []:
+        for name, length in self.fs.scandir_files(self._root) if os.path.isdir(self._root) else []:
             if len(name) != 17 or not (name.isascii() and name.isdigit()) or name in known:
                 continue
             if length != self.file_bytes:
@@ -252,13 +244,13 @@ class Index:
                 findings.append(Finding("bad_index", f"index/{name}", 0, length, detail))
                 continue
             path = os.path.join(self._root, name)
-            self.files.append(self._open(path, writable=False))
+            self.files.append(IndexFile(path, self, writable=False))
         self.files.sort(key=lambda file: file.name)
         return findings
 
     def refresh(self) -> None:
         """Find files that another process has created since, and forget files it has removed."""
-        present = set(self._fs.scandir(self._root)) if os.path.isdir(self._root) else set()
+        present = set(self.fs.scandir(self._root)) if os.path.isdir(self._root) else set()
         self.files = [file for file in self.files if file.name in present]
         if present - {file.name for file in self.files}:
             self.load()
@@ -304,7 +296,7 @@ class Index:
             number = file.header.next_entry
             if number < self.entries_per_file:
                 if not file.writable:
-                    self.files[-1] = file = self._open(file.path, writable=True)
+                    self.files[-1] = file = IndexFile(file.path, self, writable=True)
                 return file, number
         if len(self.files) >= _MAX_UNSYNCED and self.files[-_MAX_UNSYNCED].writable:
             self.sync()
@@ -313,7 +305,7 @@ class Index:
         return file, file.header.next_entry
 
     def _create(self) -> IndexFile:
-        fs = self._fs
+        fs = self.fs
         if not self.files:
             # Synced even if it exists, since its creator may have been killed before the sync.
             fs.mkdir(self._root, exist_ok=True)
@@ -326,7 +318,7 @@ class Index:
             fs.allocate(fd, self.file_bytes, HEADER_BYTES + SLOT_BYTES * self.slots)
             fs.fdatasync(fd)  # before the rename: a power cut must not leave a shorter file with this name
         fs.sync_directory(self._root)
-        return self._open(path, writable=True)
+        return IndexFile(path, self, writable=True)
 
     # -- entries ----------------------------------------------------------------------------------------------------
 
@@ -426,11 +418,11 @@ class Index:
     def sync_all(self) -> None:
         """Make every file and its name durable, also files of a killed process."""
         for file in list(self.files):
-            with self._fs.opened(file.path, os.O_RDONLY) as fd:
-                self._fs.fdatasync(fd)
+            with self.fs.opened(file.path, os.O_RDONLY) as fd:
+                self.fs.fdatasync(fd)
         if self.files:
-            self._fs.sync_directory(self._root)
-            self._fs.sync_directory(os.path.dirname(self._root))
+            self.fs.sync_directory(self._root)
+            self.fs.sync_directory(os.path.dirname(self._root))
 
     def is_ahead(self, file: IndexFile) -> bool:
         """Return True if a slot points to an entry that the header does not count.
@@ -454,10 +446,10 @@ class Index:
             with self._lock:
                 file = self.files.pop(0)
             file.close()
-            self._fs.unlink(file.path)
+            self.fs.unlink(file.path)
             dropped += 1
         if dropped:
-            self._fs.sync_directory(self._root)
+            self.fs.sync_directory(self._root)
         return dropped
 
     def remove(self, files: list[IndexFile]) -> None:
@@ -466,12 +458,12 @@ class Index:
             with self._lock:
                 self.files.remove(file)
             file.close()
-            self._fs.unlink(file.path)
+            self.fs.unlink(file.path)
         if files:
-            self._fs.sync_directory(self._root)
+            self.fs.sync_directory(self._root)
 
     def close(self) -> None:
         for file in self.files:
             file.close()
         self.files = []
-        self._mapped.clear()
+        self.mapped.clear()

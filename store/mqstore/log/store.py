@@ -157,14 +157,13 @@ class MessageStore(IteratingReader, Sending):
         self._log = self.wakeups.log = CommitLog(parts, self.wakeups.passed)
         self._syncs = LogSyncs(parts, self._log, self.wakeups, self.is_lost, by_default=flushes)
         self._commit = self._syncs.commit
-        visible_end = self._syncs.visible_end
-        self._dispatcher = Dispatcher(parts, self._log, visible_end)
+        self._dispatcher = Dispatcher(parts, self._log, self._syncs.visible_end)
         self.on_growth = self._dispatcher.listeners
         self.default_retention: Retention | None = None
         """Retention if the configuration has none. Set by a broker."""
         self.on_lost: list[Callable[[], object]] = []
         """Called when the directory is gone, in any thread and under any lock. They may only wake other threads."""
-        self._read_by(WriterFeed(self._dispatcher, self.wakeups, visible_end=visible_end, check_open=self.check_closed))
+        self._read_by(WriterFeed(self._dispatcher, self.wakeups, self.check_closed))
         self._checkpointer = Checkpointer(parts, self._dispatcher, errors)
         self.background = BackgroundWork(
             parts, self._commit, self._dispatcher, self._checkpointer, self.wakeups, errors

@@ -23,17 +23,9 @@ _PAUSE_MIN_S, _PAUSE_MAX_S = 0.001, 0.1
 class WriterFeed:
     """Changes of a store that this process writes. `FileFeed` has the same methods."""
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        wakeups: Wakeups,
-        *,
-        visible_end: Callable[[], int],
-        check_open: Callable[[], None],
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, wakeups: Wakeups, check_open: Callable[[], None]) -> None:
         self._dispatcher = dispatcher
         self._ring = wakeups.dispatcher.ring
-        self._visible_end = visible_end
         self._check_open = check_open
 
     def catch_up(self, queue: ConsumeQueue | None, topic: str | None = None) -> None:
@@ -41,7 +33,7 @@ class WriterFeed:
         Here it dispatches all visible messages, in this thread, unless all messages of `queue` are dispatched."""
         if queue is not None and queue.max_offset == queue.next_offset:
             return
-        if self._dispatcher.position < self._visible_end():
+        if self._dispatcher.position < self._dispatcher.visible_end():
             self._check_open()  # in a forked child a lock may belong to a thread that does not exist
             self._dispatcher.catch_up()
 
