@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from datetime import timedelta
 
 from mqstore import arrays as np
 from mqstore.errors import FlushFailedError
+from mqstore.files.flusher import GroupCommit
 from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.scan import gather, walk
 from mqstore.log.commitlog import CommitLog
 from mqstore.log.reading.deleted import remove_queues, save_deleted
-from mqstore.log.stats import TaskErrors
 from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.background import AHEAD_MS, Checkpointer
-from mqstore.log.writing.dispatcher import Dispatcher
 from mqstore.options import Retention, seconds
 from mqstore.signalsafe import Lock
 
@@ -32,23 +31,12 @@ _log = logging.getLogger("mqstore")
 class Retainer:
     """Deletion of segments from a store that is open for writing."""
 
-    def __init__(
-        self,
-        parts: StoreParts,
-        log: CommitLog,
-        dispatcher: Dispatcher,
-        checkpointer: Checkpointer,
-        errors: TaskErrors,
-        *,
-        settled: Callable[[], int],
-    ) -> None:
-        """`settled` returns the position below which the log is dispatched and on disk."""
+    def __init__(self, parts: StoreParts, log: CommitLog, checkpointer: Checkpointer, commit: GroupCommit) -> None:
         self._parts = parts
         self._log = log
         self._checkpointer = checkpointer
-        self._errors = errors
-        self._settled = settled
-        self._dispatcher = dispatcher
+        self._commit = commit
+        self._dispatcher = checkpointer.dispatcher
         self._lock = Lock()
         self._newest_times: dict[int, int] = {}
         self._dropped_before = 0
@@ -64,14 +52,15 @@ class Retainer:
         """Delete segments. `MessageStore.drop_before` describes it."""
         parts, run = self._parts, self._parts.log_writer
         with self._lock:  # the flusher may run it while another thread calls it
-            bound = min(physical_offset, self._log.end, self._settled())
+            # Only what is dispatched and on disk may be deleted.
+            bound = min(physical_offset, self._log.end, self._dispatcher.position, self._commit.flushed)
             starts = run.starts
             # Without the records, only the units show the offsets of a queue. If a power cut lost them, the queue would
             # count from 0 again.
             if len(starts) > 1 and starts[1] <= bound:
                 if not self._checkpointer.sync_units():
                     advice = ": close the store and open it again" if self._checkpointer.is_doubtful else ""
-                    error = self._errors.messages.get("units")
+                    error = self._checkpointer.errors.messages.get("units")
                     why = f"consume queues may not be on disk ({error}), so no segment is deleted"
                     raise FlushFailedError(f"{parts.root}: {why}{advice}")
                 ends = bound - run.segment_bytes

@@ -165,9 +165,7 @@ class MessageStore(IteratingReader, Sending):
         """Called when the directory is gone, in any thread and under any lock. They may only wake other threads."""
         self._read_by(WriterFeed(self._dispatcher, self.wakeups, self.check_closed))
         self._checkpointer = Checkpointer(parts, self._dispatcher, errors)
-        self.background = BackgroundWork(
-            parts, self._commit, self._dispatcher, self._checkpointer, self.wakeups, errors
-        )
+        self.background = BackgroundWork(parts, self._commit, self._checkpointer, self.wakeups)
         self.writer = LogWriter(
             parts,
             self._log,
@@ -178,14 +176,7 @@ class MessageStore(IteratingReader, Sending):
             make_room=lambda size, messages: self.room.check(size, messages),
         )
         self._sender = self.writer.sender()
-        self._retainer = Retainer(
-            parts,
-            self._log,
-            self._dispatcher,
-            self._checkpointer,
-            errors,
-            settled=lambda: min(self._dispatcher.position, self._commit.flushed),
-        )
+        self._retainer = Retainer(parts, self._log, self._checkpointer, self._commit)
         splicer = Splicer(parts, txn, self._log, self.writer, self._syncs, self.wakeups)
         self._bulk = BulkAppender(parts, splicer, self._commit)
         self.background.add_task("look", _LOOK_MS, self.is_lost)
@@ -222,13 +213,8 @@ class MessageStore(IteratingReader, Sending):
             # Segments lost at its start stay in the checkpoint until retention has passed them.
             noted = parts.checkpoint.log_start if parts.log_files.starts else None
             self._checkpointer.log_start = self._log.min_offset if noted is None else min(noted, self._log.min_offset)
-        self._checkpointer.save(
-            end,
-            end,
-            index_ms=parts.index.full_end_timestamp_ms(),
-            clean_end=-1,
-            last_record=max(0, outcome.last_record),
-        )
+        index_ms = parts.index.full_end_timestamp_ms()
+        self._checkpointer.save(end, end, index_ms=index_ms, last_record=max(0, outcome.last_record))
         self.background.check_clock()
         if went_down:
             self._abort.set(os.getpid())

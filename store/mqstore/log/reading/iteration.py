@@ -45,29 +45,20 @@ class IteratingReader(StoreReader):
         Unreadable messages are skipped as by `read`. Raises OffsetOutOfRangeError for a `start` offset that does not
         exist.
         """
-        # Not a generator, which would run for each message.
-        return chain.from_iterable(self._parts_of(topic, queue_id, start, stop, follow, tags))
 
-    def _parts_of(
-        self,
-        topic: str,
-        queue_id: int | None,
-        start: str | datetime | int,
-        stop: int | None,
-        follow: bool,
-        tags: str | None,
-    ) -> Iterator[Iterable[Message]]:
-        if queue_id is not None:
-            queue = self.queue_named(topic, queue_id)
-            position, named = self._start_of(queue, start), isinstance(start, int)
-            if stop is None and not follow and position <= queue.max_offset:
-                stop = queue.max_offset
-            yield from self._batches(queue, position, stop, follow, tags, named=named)
-            return
-        if isinstance(start, int) or stop is not None:
-            raise InvalidMessageError("start and stop are offsets of one queue: give queue_id=, too", "start")
-        positions = {ref: self._start_of(self.queue_named(*ref), start) for ref in self.queues(topic)}
-        yield self.follow_queues(topic, positions, tags) if follow else self._merged(positions, tags)
+        def parts() -> Iterator[Iterable[Message]]:
+            if queue_id is not None:
+                queue = self.queue_named(topic, queue_id)
+                position, named = self._start_of(queue, start), isinstance(start, int)
+                end = queue.max_offset if stop is None and not follow and position <= queue.max_offset else stop
+                yield from self._batches(queue, position, end, follow, tags, named=named)
+                return
+            if isinstance(start, int) or stop is not None:
+                raise InvalidMessageError("start and stop are offsets of one queue: give queue_id=, too", "start")
+            positions = {ref: self._start_of(self.queue_named(*ref), start) for ref in self.queues(topic)}
+            yield self.follow_queues(topic, positions, tags) if follow else self._merged(positions, tags)
+
+        return chain.from_iterable(parts())  # a generator would run for each message
 
     def follow_queues(
         self, topic: str, positions: dict[QueueRef, int], tags: str | None, queue_id: int | None = None

@@ -34,21 +34,12 @@ AHEAD_MS = 300_000
 class BackgroundWork:
     """Tasks of the flusher thread. A failed task is recorded in `errors` and retried."""
 
-    def __init__(
-        self,
-        parts: StoreParts,
-        commit: GroupCommit,
-        dispatcher: Dispatcher,
-        checkpointer: Checkpointer,
-        wakeups: Wakeups,
-        errors: TaskErrors,
-    ) -> None:
+    def __init__(self, parts: StoreParts, commit: GroupCommit, checkpointer: Checkpointer, wakeups: Wakeups) -> None:
         self._parts = parts
         self._commit = commit
-        self._dispatcher = dispatcher
+        self._dispatcher, self._errors = checkpointer.dispatcher, checkpointer.errors
         self._checkpointer = checkpointer
         self._wakeups = wakeups
-        self._errors = errors
         self._clock = parts.clock
         self._is_flush_wanted = False
         self._due_ms: dict[str, int] = {}
@@ -132,13 +123,8 @@ class BackgroundWork:
             if not parts.index.pending and self._checkpointer.sync_units():
                 dispatched, index_ms = position, full_ms
                 self._due_ms["queues"] = now + _QUEUE_SYNC_MS
-        self._checkpointer.save(
-            self._commit.flushed,
-            dispatched,
-            index_ms=index_ms,
-            clean_end=-1,
-            last_record=current.confirm_physical_offset,
-        )
+        last = current.confirm_physical_offset
+        self._checkpointer.save(self._commit.flushed, dispatched, index_ms=index_ms, last_record=last)
 
 
 class Checkpointer:
@@ -149,9 +135,9 @@ class Checkpointer:
         """Start of the log in the checkpoint. None in profile `rocketmq`, since a Java broker does not update it."""
         self.is_doubtful = False
         """True if a sync of units has failed. They do not count as durable until the store is reopened."""
+        self.dispatcher = dispatcher
+        self.errors = errors
         self._parts = parts
-        self._dispatcher = dispatcher
-        self._errors = errors
         self._units_lock = Lock()
         self._lock = Lock()
 
@@ -168,9 +154,9 @@ class Checkpointer:
                 self._parts.index.sync()
             except OSError as error:
                 self.is_doubtful = not is_not_begun(error)
-                self._errors.note("units", error)
+                self.errors.note("units", error)
                 return False
-            self._errors.clear("units")
+            self.errors.clear("units")
             return True
 
     def note_log_start(self, start: int) -> None:
@@ -187,15 +173,16 @@ class Checkpointer:
         dispatched: int,
         *,
         index_ms: int,
-        clean_end: int,
         last_record: int,
+        clean_end: int = -1,
         queues: int | None = None,
     ) -> None:
         """Save the checkpoint. `index_ms` is the end of the newest full index file that was synced.
+        `clean_end` and `queues` are given at a clean close alone.
 
         Times move only after their records are on disk. The last dispatched message is the newest one whose store time
         is known to be below both watermarks."""
-        dispatcher = self._dispatcher
+        dispatcher = self.dispatcher
         with self._lock:
             current = self._parts.checkpoint
             physic = logics = dispatcher.last_store_timestamp_ms
