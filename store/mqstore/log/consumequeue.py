@@ -284,18 +284,16 @@ class ConsumeQueue(QueueTail):
 
         Does not publish them: the caller raises `max_offset` afterwards. Raises StoreFullError, StoreIOError.
         """
-        if offset > self.max_offset:
-            # A record gets its offset under the append lock, and the log is dispatched in order. So a record with a
-            # lower offset that has no unit yet is lost (format#void).
-            first = self.max_offset if self._starts else offset - offset % self.units_per_file
-            while first < offset:
-                count = min(offset - first, _CHUNK_UNITS)
-                self._pwrite(first, VOID_UNIT * count)
-                first += count
-        else:
-            segment, index = divmod(offset, self._table.units_per_segment)
-            if index and segment not in self._starts:  # a lost file, whose first records were removed before
-                self._pwrite(offset - index, VOID_UNIT * index)
+        # A record gets its offset under the append lock, and the log is dispatched in order. So a record with a lower
+        # offset that has no unit yet is lost (format#void).
+        first = self.max_offset
+        segment, index = divmod(offset, self.units_per_file)
+        if not self._starts or (offset <= first and segment not in self._starts):
+            first = offset - index  # a first file, or a lost one, whose first records were removed before
+        while first < offset:
+            count = min(offset - first, _CHUNK_UNITS)
+            self._pwrite(first, VOID_UNIT * count)
+            first += count
         self._pwrite(offset, units)
 
     def _pwrite(self, offset: int, data: bytes | memoryview) -> None:

@@ -29,6 +29,7 @@ from mqstore.layout.indexfile import (
     check_index,
     slots_entries_from_length,
 )
+from mqstore.layout.scan import everywhere
 
 _ENTRY_PER_SLOT = ENTRY_BYTES // SLOT_BYTES
 _MAX_LENGTH = 1 << 31
@@ -69,23 +70,15 @@ def _fitting(data: np.NDArray[np.uint8], header: IndexHeader, slots: np.NDArray[
     """Return the slot counts for which the first entry, the last entry and its slot are consistent."""
     first = HEADER_BYTES + SLOT_BYTES * slots + ENTRY_BYTES
     last = first + ENTRY_BYTES * (header.next_entry - 2)
-    fits = (_i64(data, first + ENTRY_OFFSET_AT) == header.begin_physical_offset) & (
-        _i64(data, last + ENTRY_OFFSET_AT) == header.end_physical_offset
-    )
+    offsets, words = everywhere(data, ">i8"), everywhere(data, ">i4")
+    fits = offsets[first + ENTRY_OFFSET_AT] == header.begin_physical_offset
+    fits &= offsets[last + ENTRY_OFFSET_AT] == header.end_physical_offset
     slots, last = slots[fits], last[fits]
-    hashes = _i32(data, last)
+    hashes = words[last].astype(np.int64)
     fine = hashes >= 0
     slots, hashes = slots[fine], hashes[fine]
-    heads = _i32(data, HEADER_BYTES + SLOT_BYTES * (hashes % slots))
+    heads = words[HEADER_BYTES + SLOT_BYTES * (hashes % slots)]
     return [int(n) for n in slots[heads == header.next_entry - 1].tolist()]
-
-
-def _i64(data: np.NDArray[np.uint8], at: np.NDArray[np.int64]) -> np.NDArray[np.int64]:
-    return np.ndarray((len(data) - 7,), ">i8", data, 0, (1,))[at].astype(np.int64)
-
-
-def _i32(data: np.NDArray[np.uint8], at: np.NDArray[np.int64]) -> np.NDArray[np.int64]:
-    return np.ndarray((len(data) - 3,), ">i4", data, 0, (1,))[at].astype(np.int64)
 
 
 def shape_of_file(path: Path, fs: FileSystem) -> tuple[int, int] | None:

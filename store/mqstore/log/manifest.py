@@ -114,7 +114,12 @@ class Manifest:
 
 def segment_names(directory: Path, fs: FileSystem = REAL) -> list[str]:
     """Return the names of 20 digits in `directory`, sorted, or [] if it does not exist."""
-    return [name for name in _listed(fs.scandir, directory) if segment_start(name) is not None]
+    return [*_lengths_of(directory, fs)]
+
+
+def _lengths_of(directory: Path, fs: FileSystem) -> dict[str, int]:
+    """Return the lengths of the files of `segment_names`."""
+    return {name: length for name, length in _listed(fs.scandir_files, directory) if segment_start(name) is not None}
 
 
 def _manifest(profile: Profile, sizes: _Sizes, config: StoreConfig, **others: Any) -> Manifest:
@@ -150,20 +155,17 @@ def _sizes_of_files(root: Path, profile: Profile, config: StoreConfig, fs: FileS
     segment, cq_bytes, slots, entries, timerlog = _sizes_of_new(profile, config)
     # Names show the size even if files were shortened, and lengths show it even if some files are missing. A foreign
     # file shows neither. So the most frequent size counts, or the greater of two. A wrong one cuts all segments.
-    found = _listed(fs.scandir_files, root / "commitlog")
-    lengths = {int(name): length for name, length in found if segment_start(name) is not None}
+    lengths = {int(name): length for name, length in _lengths_of(root / "commitlog", fs).items()}
     sizes = Counter(b - a for a, b in itertools.pairwise(lengths))
     sizes.update(length for start, length in lengths.items() if length and start % length == 0)
     segment = max(
         (size for size in sizes if 0 < size <= _SIZE_MAX), key=lambda size: (sizes[size], size), default=segment
     )
-    queue_lengths: dict[int, int] = {}
+    queue_lengths = Counter[int]()
     for topic in _listed(fs.scandir_directories, root / "consumequeue"):
         for queue in _listed(fs.scandir_directories, root / "consumequeue" / topic):
-            for name, length in fs.scandir_files(root / "consumequeue" / topic / queue):
-                if segment_start(name) is not None:
-                    queue_lengths[length] = queue_lengths.get(length, 0) + 1
-        if sum(queue_lengths.values()) > 64:
+            queue_lengths.update(_lengths_of(root / "consumequeue" / topic / queue, fs).values())
+        if queue_lengths.total() > 64:
             break
     if queue_lengths:
         common = max(queue_lengths, key=lambda length: (queue_lengths[length], length))
@@ -331,10 +333,9 @@ def kept_of(value: Any) -> dict[str, Any]:
 def contradiction_of(manifest: Manifest, root: Path, fs: FileSystem) -> str:
     """Return how the sizes in a manifest contradict the files, or "" if they may be right.
     With wrong sizes, a sound store would look truncated, and opening would cut it."""
-    found = [(segment_start(name), length) for name, length in _listed(fs.scandir_files, root / "commitlog")]
-    segments = {start: length for start, length in found if start is not None}
+    segments = _lengths_of(root / "commitlog", fs)
     lengths = list(segments.values())
-    distances = {behind - start for start, behind in itertools.pairwise(sorted(segments))}
+    distances = {behind - start for start, behind in itertools.pairwise(sorted(map(int, segments)))}
     # If the names confirm the size, all files may have lost or gained bytes.
     confirmed = min(distances, default=0) == manifest.commitlog_segment_bytes
     if not confirmed and _differ(lengths, manifest.commitlog_segment_bytes):
@@ -342,8 +343,7 @@ def contradiction_of(manifest: Manifest, root: Path, fs: FileSystem) -> str:
     lengths = []
     for topic in _listed(fs.scandir_directories, root / "consumequeue")[:8]:
         for queue in _listed(fs.scandir_directories, root / "consumequeue" / topic)[:8]:
-            files = _listed(fs.scandir_files, root / "consumequeue" / topic / queue)[:8]
-            lengths += [length for name, length in files if segment_start(name) is not None]
+            lengths += [*_lengths_of(root / "consumequeue" / topic / queue, fs).values()][:8]
             if manifest.consumequeue_segment_bytes in lengths:
                 return ""  # enough evidence: thousands of stores may have to be opened
     # An impossible length is damage, even if all files have it.
@@ -367,8 +367,7 @@ def mixed_sizes(root: Path, size: int, checksum: Checksum, fs: FileSystem) -> st
     """Return which files have which size, if some segments have another size than `size`, else "".
     Copying two stores into one causes this. A file has another size if it has valid records and begins between two
     segments, or if a record crosses the segment's end."""
-    listed = ((name, length, segment_start(name)) for name, length in _listed(fs.scandir_files, root / "commitlog"))
-    found = [(name, length) for name, length, start in listed if start is not None and start < 1 << 62]
+    found = [each for each in _lengths_of(root / "commitlog", fs).items() if int(each[0]) < 1 << 62]
     doubtful = [name for name, length in found if length and (int(name) % size or length > size)]
     if not any(_is_of_other_size(root / "commitlog" / name, size, checksum, fs) for name in doubtful):
         return ""
@@ -492,9 +491,8 @@ def is_guarded(root: Path) -> bool:
 def write_guard(root: Path, fs: FileSystem) -> None:
     """Keep a Java broker out. A file of another length makes its load fail before it changes anything."""
     path = root / GUARD
-    data = _GUARD_TEXT
     with fs.opened(path, os.O_RDWR | os.O_CREAT, 0o600) as fd:
-        fs.pwrite(fd, data, 0)
+        fs.pwrite(fd, _GUARD_TEXT, 0)
         fs.fdatasync(fd)
     fs.sync_directory(path.parent)
 

@@ -65,22 +65,14 @@ def note_ends(root: Path, ends: Mapping[tuple[str, int], int], log_end: int, fs:
         table.setdefault(topic, {})[str(queue_id)] = least
     least = log_end if before is None else min(log_end, before.log_end)
     noted = {"ends": table, "log": least, "of": said}
-    with suppress(FileNotFoundError, FormatError):
-        if decode_json(read_json(root / _FILE, fs)) == noted:
-            return
-    save_json(root / _FILE, noted, fs, file_mode=file_mode)
+    if _read(root / _FILE, fs) != noted:
+        save_json(root / _FILE, noted, fs, file_mode=file_mode)
 
 
 def is_progress_ahead(root: Path, log_end: int, fs: FileSystem) -> bool:
     """Return True if offsets were saved without a sync and refer to a log that ends beyond `log_end`."""
-    for name in (_PROGRESS, _DELAYS):
-        try:
-            end = decode_json(read_json(root / name, fs)).get(LOG_END)
-        except (FileNotFoundError, FormatError):
-            continue
-        if type(end) is int and end > log_end:
-            return True
-    return False
+    ends = ((_read(root / name, fs) or {}).get(LOG_END) for name in (_PROGRESS, _DELAYS))
+    return any(type(end) is int and end > log_end for end in ends)
 
 
 def load_ends(root: Path, fs: FileSystem) -> QueueEnds | None:
@@ -106,17 +98,17 @@ def forget_ends(root: Path, fs: FileSystem) -> None:
         fs.sync_directory(root / _FILE.parent)
 
 
+def _read(path: Path, fs: FileSystem) -> dict[str, Any] | None:
+    """Return the content of a file, or None if it is missing or bad."""
+    with suppress(FileNotFoundError, FormatError):
+        return decode_json(read_json(path, fs))
+    return None
+
+
 def _said(root: Path, fs: FileSystem) -> list[int]:
     """Return a checksum of the offsets file and of its backup. It is 0 if the file is missing or bad."""
-    found = []
-    for name in (_PROGRESS, _PROGRESS.with_name(_PROGRESS.name + ".bak")):
-        try:
-            value = decode_json(read_json(root / name, fs))
-        except (FileNotFoundError, FormatError):
-            found.append(0)
-        else:
-            found.append(crc32c(json.dumps(value, sort_keys=True).encode()) or 1)
-    return found
+    files = (_read(root / name, fs) for name in (_PROGRESS, _PROGRESS.with_name(_PROGRESS.name + ".bak")))
+    return [0 if value is None else crc32c(json.dumps(value, sort_keys=True).encode()) or 1 for value in files]
 
 
 def _ends_of(value: dict[str, Any]) -> QueueEnds:
