@@ -32,7 +32,6 @@ from mqstore.errors import ConfigError
 from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.dispatch import Listed, Rows
-from mqstore.layout.record import Checksum
 from mqstore.layout.scan import has_crc_tail
 from mqstore.log.names import is_path_safe
 from mqstore.log.recovery.indexrepair import IndexTally
@@ -43,12 +42,14 @@ from mqstore.log.recovery.scanner import (
     End,
     Good,
     OnFront,
+    batch_for,
     check_at,
     first_good_in,
     join_segments,
     scan_segment,
     until_torn,
 )
+from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.log_tail import QueueRef
 
 if TYPE_CHECKING:
@@ -141,8 +142,7 @@ def _cut(base: int, length: int, range_bytes: int) -> list[LogRange]:
 
 
 def read_range(
-    run: SegmentRun,
-    checksum: Checksum,
+    parts: StoreParts,
     piece: LogRange,
     start: int | None,
     *,
@@ -150,7 +150,6 @@ def read_range(
     take_run: TakeRun,
     max_errors: int | None,
     watermark: Callable[[], int],
-    batch: int,
 ) -> RangeResult | None:
     """Read a range of a log. Returns None if retention has removed its segment.
 
@@ -158,6 +157,7 @@ def read_range(
     to `take_run`, until the first break. A record must begin at `start`. If `start` is None, reading begins at the
     start of the segment, or at the first record that verifies. `Stitcher` describes `watermark`.
     """
+    run, checksum = parts.log_files, parts.checksum
     segment = run.find(piece.base)
     if segment is None:
         return None
@@ -168,13 +168,14 @@ def read_range(
             return RangeResult(piece, None, piece.low)
         first = found - segment.start
     result = RangeResult(piece, first, first)
-    events = scan_segment(run, segment, first, checksum, stop=piece.high, blank=result.blank, batch=batch)
-    while True:
-        try:
-            event = next(events)
-        except StopIteration as over:
-            result.end = over.value
-            break
+    batch = batch_for(len(parts.queue_table))
+
+    def events() -> Iterator[Good | Bad]:
+        result.end = yield from scan_segment(
+            run, segment, first, checksum, stop=piece.high, blank=result.blank, batch=batch
+        )
+
+    for event in events():
         if isinstance(event, Bad):
             if event.start >= watermark():
                 result.end, result.torn = event.start - segment.start, event
@@ -245,8 +246,7 @@ class Stitcher:
 
     def __init__(
         self,
-        run: SegmentRun,
-        checksum: Checksum,
+        parts: StoreParts,
         results: Iterable[RangeResult],
         read: Callable[[LogRange, int | None], RangeResult | None],
         *,
@@ -254,8 +254,7 @@ class Stitcher:
         on_front: OnFront,
     ) -> None:
         self.read_again_count = 0
-        self._run = run
-        self._checksum = checksum
+        self._run, self._checksum = parts.log_files, parts.checksum
         self._check = read
         self._watermark = watermark
         self._on_front = on_front

@@ -48,7 +48,7 @@ from mqstore.log.recovery.ranges import (
     read_range,
 )
 from mqstore.log.recovery.report import Finding, Kind, finding_of
-from mqstore.log.recovery.scanner import Bad, End, Good, batch_for, scan_segment, until_torn, used_end
+from mqstore.log.recovery.scanner import Bad, End, Good, scan_segment, until_torn, used_end
 from mqstore.log.store_files import StoreParts
 
 if TYPE_CHECKING:
@@ -270,13 +270,9 @@ class Verifier:
             self.done_bytes = max(0, good.end - self._first)
             return rows
 
+        most, torn_from = self._max_errors, self.torn_from
         result = read_range(
-            *(self._run, self._checksum, piece, start),
-            take=take,
-            take_run=self.compare,
-            max_errors=self._max_errors,
-            watermark=self.torn_from,
-            batch=batch_for(len(self._queues)),
+            self._parts, piece, start, take=take, take_run=self.compare, max_errors=most, watermark=torn_from
         )
         if result is not None:
             tally.add(self.tally(wanted))
@@ -285,9 +281,7 @@ class Verifier:
 
     def stitcher(self, results: Iterable[RangeResult] = ()) -> Stitcher:
         """Return a `Stitcher` of `results`. It reads ranges whose result is missing or does not fit."""
-        return Stitcher(
-            *(self._run, self._checksum, results, self.check), watermark=self.torn_from, on_front=self.front_moved
-        )
+        return Stitcher(self._parts, results, self.check, watermark=self.torn_from, on_front=self.front_moved)
 
     def _log(self, results: Iterable[RangeResult]) -> Iterator[Finding]:
         stitcher = self.stitcher(results)
