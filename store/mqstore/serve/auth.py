@@ -23,7 +23,7 @@ import logging
 import os
 import stat
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -66,38 +66,13 @@ _NEEDS: Final[Mapping[int, str]] = {
     Code.HEART_BEAT: "",  # reduced to what the user may do
 }
 """Rights that each request needs, with the field that names the topic or group. An absent field needs none."""
-
-
-def _of_locks(body: Mapping[str, Any]) -> Needs:
-    yield "group", body["consumerGroup"]
-    for queue in body.get("mqSet") or ():
-        yield "sub", queue["topic"]
-
-
-def _of_filter(body: Mapping[str, Any]) -> Needs:
-    yield "group", body["group"]
-    yield "sub", body["subscriptionData"]["topic"]
-
-
-def _of_assignment(body: Mapping[str, Any]) -> Needs:
-    yield "group", body["consumerGroup"]
-    yield "sub", body["topic"]
-
-
-def _of_acks(body: Mapping[str, Any]) -> Needs:
-    for each in body.get("acks") or ():
-        yield "group", each["c"]
-        yield "sub", each["t"]
-
-
-_BODIES: Final[Mapping[int, Callable[[Mapping[str, Any]], Needs]]] = {
-    Code.LOCK_BATCH_MQ: _of_locks,
-    Code.UNLOCK_BATCH_MQ: _of_locks,
-    Code.CHECK_CLIENT_CONFIG: _of_filter,
-    Code.QUERY_ASSIGNMENT: _of_assignment,
-    Code.BATCH_ACK_MESSAGE: _of_acks,
+_BODIES: Final[Mapping[int, str]] = {
+    **dict.fromkeys((Code.LOCK_BATCH_MQ, Code.UNLOCK_BATCH_MQ), "group:consumerGroup sub:mqSet[].topic"),
+    Code.CHECK_CLIENT_CONFIG: "group:group sub:subscriptionData.topic",
+    Code.QUERY_ASSIGNMENT: "group:consumerGroup sub:topic",
+    Code.BATCH_ACK_MESSAGE: "group:acks[].c sub:acks[].t",
 }
-"""The same for requests that name topics and groups in their body."""
+"""The same for requests that name topics and groups in their body. `[]` is for each item of a list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,18 +137,27 @@ class Users:
 
 def _needs(call: Call) -> Needs:
     code = call.frame.code
-    if (of_body := _BODIES.get(code)) is not None:
+    if (text := _BODIES.get(code)) is not None:
+        body = loads(call.frame.body)
         try:
-            needs = list(of_body(loads(call.frame.body)))
+            yield from [(kind, str(name)) for kind, path in _rights(text) for name in _named(body, path)]
         except (KeyError, TypeError, AttributeError) as error:
             raise FormatError(f"the body is damaged: {error!r}", "body", 0) from None
-        yield from ((kind, str(name)) for kind, name in needs)
     elif (text := _NEEDS.get(code)) is not None:
-        for kind, field in (each.split(":") for each in text.split()):
-            if (name := call.values[field]) is not None:
-                yield kind, name
+        yield from ((kind, name) for kind, field in _rights(text) if (name := call.values[field]) is not None)
     else:
         yield "ask for", f"request {code}"
+
+
+def _rights(text: str) -> Iterator[list[str]]:
+    return (each.split(":") for each in text.split())
+
+
+def _named(value: Any, path: str) -> list[Any]:
+    """Return the members of a body at a path of `_BODIES`. Raises KeyError, TypeError or AttributeError."""
+    name, _, rest = path.partition(".")
+    found = value.get(name[:-2]) or () if name.endswith("[]") else [value[name]]
+    return [each for item in found for each in _named(item, rest)] if rest else list(found)
 
 
 def _reduce(frame: Frame, user: _User, key: str) -> None:
