@@ -16,7 +16,7 @@ import pytest
 import mqstore
 from mqstore.remoting.codes import Code
 from mqstore.remoting.frames import Frame
-from mqstore.serve import assignment, groups, pop, pull, reply, routes, send, transactions
+from mqstore.serve import groups, pop, pull, routes, send, transactions
 from tests.serve.support import HEART_BEAT, LITE_PULL, ORDERS, PULL, PULL_ORDERS, SEND, Client, serving
 
 VERSION_4_1 = 201
@@ -154,5 +154,5 @@ def test_answer_has_every_field_that_clients_need(address: tuple[str, int], row:
 
 def test_every_request_of_clients_has_a_row() -> None:
     """Requests of mqadmin have their own table in `test_admin.py`."""
-    rooms = assignment, groups, pop, pull, reply, routes, send, transactions
+    rooms = groups, pop, pull, routes, send, transactions
     assert {code for room in rooms for code in room.HANDLERS} == {row.code for row in ROWS} | ELSEWHERE

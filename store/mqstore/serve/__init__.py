@@ -5,10 +5,9 @@
     connection   one socket: frames in, answers out
     server       listens, hands requests to the handlers below, and limits what clients can make it hold
     registry     clients, their groups and subscriptions
-    routes       names: topics, brokers          send     messages in
-    pull         messages out, and waiting       groups   heartbeats, offsets, locks, failed messages
-    reply        replies to requests, recalls
-    pop          messages out, by receipt        assignment   queues of a member, pulled or popped
+    routes       names: topics, brokers          send     messages in, replies, recalls
+    pull         messages out, and waiting       groups   heartbeats, offsets, locks, assignments
+    pop          messages out, by receipt
     admin        changes and clients, for mqadmin        queries  messages, offsets and statistics, for mqadmin
 
 One thread runs all of it, in an event loop. Nothing in it waits for the disk.

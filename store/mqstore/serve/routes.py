@@ -25,42 +25,36 @@ _MASTER: Final = "0"
 def _route(server: Server, call: Call) -> None:
     topic = call.values["topic"]
     if topic == DEFAULT_TOPIC and server.auto_create:
-        queue_data = _queue_data(server, 7, _DEFAULT_QUEUES, _DEFAULT_QUEUES)
+        perm, read_queues, write_queues = 7, _DEFAULT_QUEUES, _DEFAULT_QUEUES
     elif (config := server.broker.topics.get(topic)) is not None:
-        queue_data = _queue_data(server, config.perm, config.read_queues, config.write_queues)
+        perm, read_queues, write_queues = config.perm, config.read_queues, config.write_queues
     else:
         call.reply(ResultCode.TOPIC_NOT_EXIST, remark=f"there is no topic {topic!r}")
         return
-    route = {
-        "brokerDatas": [
-            {
-                "brokerAddrs": {_MASTER: server.address_for(call.connection)},
-                "brokerName": server.broker_name,
-                "cluster": server.cluster,
-                "enableActingMaster": False,
-            }
-        ],
-        "filterServerTable": {},
-        "queueDatas": [queue_data],
-    }
-    call.reply(body=dumps(route))
-
-
-def _queue_data(server: Server, perm: int, read_queues: int, write_queues: int) -> dict[str, Any]:
-    return {
+    queues = {
         "brokerName": server.broker_name,
         "perm": perm,
         "readQueueNums": read_queues,
         "topicSysFlag": 0,
         "writeQueueNums": write_queues,
     }
+    route = {"brokerDatas": [_broker(server, call)], "filterServerTable": {}, "queueDatas": [queues]}
+    call.reply(body=dumps(route))
 
 
 def _cluster(server: Server, call: Call) -> None:
     name = server.broker_name
-    addresses = {_MASTER: server.address_for(call.connection)}
-    broker = {"brokerAddrs": addresses, "brokerName": name, "cluster": server.cluster, "enableActingMaster": False}
-    call.reply(body=dumps({"brokerAddrTable": {name: broker}, "clusterAddrTable": {server.cluster: [name]}}))
+    table = {"brokerAddrTable": {name: _broker(server, call)}, "clusterAddrTable": {server.cluster: [name]}}
+    call.reply(body=dumps(table))
+
+
+def _broker(server: Server, call: Call) -> dict[str, Any]:
+    return {
+        "brokerAddrs": {_MASTER: server.address_for(call.connection)},
+        "brokerName": server.broker_name,
+        "cluster": server.cluster,
+        "enableActingMaster": False,
+    }
 
 
 HANDLERS: Mapping[Code, Handler] = {Code.GET_ROUTEINFO_BY_TOPIC: _route, Code.GET_BROKER_CLUSTER_INFO: _cluster}

@@ -1,20 +1,37 @@
-"""Messages in: sends, batches, and what consumers send back (remoting-server, section 7)."""
+"""Messages in: sends, batches, replies, recalls, and what consumers send back (remoting-server, sections 4 and 7).
+
+    requester -- message with CORRELATION_ID, REPLY_TO_CLIENT --> topic --> consumer
+        ^                                                                      |
+        +-- 326, answered <-- server <-- 325, with the same properties --------+
+
+A reply is stored nowhere. The consumer's send succeeds when the requester has answered.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from mqstore.broker.names import RETRY_PREFIX, dlq_topic, is_retry_topic
+from mqstore.broker.pop.receipts import parse_recall_handle
 from mqstore.broker.uniquekey import new_unique_key
-from mqstore.errors import ConfigError, InvalidMessageError, MQStoreError, TopicNotFoundError
+from mqstore.errors import (
+    ConfigError,
+    InvalidMessageError,
+    InvalidReceiptError,
+    MQStoreError,
+    ResultCode,
+    TopicNotFoundError,
+)
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import DELAY, TRAN_MSG, UNIQ_KEY
 from mqstore.layout.record import COMPRESSED, COMPRESSION_TYPE_MASK
 from mqstore.log.commitlog import SendReceipt
 from mqstore.remoting.codes import Code
+from mqstore.remoting.frames import Frame, sent_text
 from mqstore.remoting.shapes import batch_items, properties_of
 from mqstore.serve.creation import own_topic
 from mqstore.serve.routes import DEFAULT_TOPIC, TRACE_TOPIC
@@ -29,7 +46,7 @@ _KEPT_FLAGS: Final = COMPRESSED | COMPRESSION_TYPE_MASK | _MULTI_TAGS
 """Bits of a client's sysFlag that pass into the record. Those of addresses and transactions are the server's."""
 _Put = Future[SendReceipt] | SendReceipt
 """Receipt of a stored message, or its future, which waits for the disk."""
-_CORRELATION_ID, _CLUSTER = "CORRELATION_ID", "CLUSTER"
+_CORRELATION_ID, _CLUSTER, _REPLY_TO = "CORRELATION_ID", "CLUSTER", "REPLY_TO_CLIENT"
 
 
 def _send(server: Server, call: Call) -> None:
@@ -193,9 +210,59 @@ def _send_back(server: Server, call: Call) -> None:
     server.do_in_thread(call, work, lambda _: call.reply())
 
 
+# -- replies and recalls --------------------------------------------------------------------------------------------
+
+
+def _reply(server: Server, call: Call) -> None:
+    values = call.values
+    name = properties_of(values["properties"]).get(_REPLY_TO)
+    client = None if name is None else server.registry.clients.get(name)
+    if client is None:
+        call.reply(ResultCode.SYSTEM_ERROR, remark=f"the client {name!r} that waits for the reply is not connected")
+        return
+    extra = {
+        "bornHost": call.connection.peer,
+        "storeHost": server.address_for(call.connection),
+        "storeTimestamp": round(time.time() * 1000),
+    }
+    sent = {name: value for name, value in values.items() if value is not None and name != "batch"} | extra
+    texts = {name: sent_text(value) for name, value in sent.items()}
+    request = Frame(Code.PUSH_REPLY_MESSAGE_TO_CLIENT, texts, call.frame.body)
+
+    def answer(frame: Frame) -> None:
+        # As RocketMQ without the store: Java clients decode all three.
+        fields = {"msgId": "0", "queueId": max(0, values["queueId"]), "queueOffset": 0} if frame.code == 0 else {}
+        call.reply(frame.code, fields, remark=frame.remark)
+
+    server.forward(call, client.connection, request, answer)
+
+
+def _recall(server: Server, call: Call) -> None:
+    values = call.values
+    server.broker.topics.require(values["topic"])
+    try:
+        handle = parse_recall_handle(values["recallHandle"])
+        if handle.topic != values["topic"]:
+            raise InvalidReceiptError(f"the recall handle is one of the topic {handle.topic!r}")
+    except InvalidReceiptError as error:
+        call.reply(ResultCode.ILLEGAL_OPERATION, remark=str(error))
+        return
+
+    def answer(recalled: bool) -> None:
+        if recalled:  # also by an earlier recall
+            call.reply(fields={"msgId": handle.unique_key})
+        else:
+            call.reply(ResultCode.ILLEGAL_OPERATION, remark="no such message waits: it is due, or was delivered")
+
+    server.do_in_thread(call, partial(server.broker.recall, values["recallHandle"]), answer)
+
+
 HANDLERS: Mapping[Code, Handler] = {
     Code.SEND_MESSAGE: _send,
     Code.SEND_MESSAGE_V2: _send,
     Code.SEND_BATCH_MESSAGE: _send_batch,
     Code.CONSUMER_SEND_MSG_BACK: _send_back,
+    Code.SEND_REPLY_MESSAGE: _reply,
+    Code.SEND_REPLY_MESSAGE_V2: _reply,
+    Code.RECALL_MESSAGE: _recall,
 }

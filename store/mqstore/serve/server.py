@@ -42,20 +42,7 @@ from mqstore.remoting.calls import code_of, error_body, is_known
 from mqstore.remoting.codes import GO_AWAY, NOT_SUPPORTED, Code, values_of
 from mqstore.remoting.frames import FRAME_BYTES_MAX, ONE_WAY, Frame
 from mqstore.remoting.short import SHORT
-from mqstore.serve import (
-    admin,
-    assignment,
-    groups,
-    listening,
-    own,
-    pop,
-    pull,
-    queries,
-    reply,
-    routes,
-    send,
-    transactions,
-)
+from mqstore.serve import admin, groups, listening, own, pop, pull, queries, routes, send, transactions
 from mqstore.serve.auth import Users
 from mqstore.serve.connection import Call, Connection
 from mqstore.serve.creation import Creation
@@ -72,8 +59,7 @@ Result = TypeVar("Result")
 Handler = Callable[["Server", Call], None]
 _HANDLERS: Final[Mapping[int, Handler]] = dict(
     chain.from_iterable(
-        room.HANDLERS.items()
-        for room in (routes, send, reply, pull, pop, groups, assignment, transactions, admin, queries, own)
+        room.HANDLERS.items() for room in (routes, send, pull, pop, groups, transactions, admin, queries, own)
     )
 )
 _CODES: Final[Mapping[type[Exception], int]] = {
