@@ -26,7 +26,7 @@ from mqstore.errors import (
 )
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.remote.broker import RemoteBroker
-from mqstore.remote.inflight import Put
+from mqstore.remote.messages import Put
 from mqstore.remoting.calls import error_body
 from mqstore.remoting.short import each_receipt, outcomes_answer
 from mqstore.signalsafe import Future

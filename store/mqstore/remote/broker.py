@@ -2,8 +2,7 @@
 
 A call of a method is a request, and its result the answer. By hand are only
 
-    put                   a message with a unique key is put again after a lost connection, and stored once
-    put_async             many in one frame (`remote/inflight.py`)
+    put, read, pop, ack   calls of each message (`remote/messages.py`)
     add_waiter, ...       parked calls: the answer calls back
     listen, on_check      callbacks of this process, called in threads of their own
     topics                the settings of a topic are kept until the server says that it has changed
@@ -23,12 +22,12 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 
 from mqstore.broker.filters.filter import Filter, parse_filter
 from mqstore.broker.redelivery.attempt_journal import UNREAD
@@ -38,15 +37,12 @@ from mqstore.clock import SYSTEM_CLOCK, SystemClock
 from mqstore.contract import BrokerContract, Event, OffsetCalls, Suspects, Waiter
 from mqstore.errors import ConnectionLostError, MQStoreError, NotPermittedError, NotSupportedError, StoreClosedError
 from mqstore.files.filesystem import REAL
-from mqstore.layout.encode import lengths_of
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
-from mqstore.log.writing.outgoing import Body, OutgoingMessage, flat_body
 from mqstore.options import Duration, StoreConfig
 from mqstore.remote.connection import Connection
-from mqstore.remote.inflight import PutsInFlight, long_request, may_repeat, put_request, receipt_in
 from mqstore.remote.letters import RemoteLetters
-from mqstore.remote.short import ShortCalls, result_of
+from mqstore.remote.messages import MessageCalls, result_of
 from mqstore.remoting.calls import CALLS, CHECK, NEWS, PROTOCOL, TABLES, Call
 from mqstore.remoting.codes import NOT_SUPPORTED
 from mqstore.remoting.frames import Frame
@@ -59,11 +55,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mqstore")
 
+T = TypeVar("T")
+
 _SAVED_S: Final = 5.0
 """Time after which a server that is alive has saved a commit by itself. Usually it is a tenth of a second."""
-_CHUNK_BYTES: Final = 4 << 20
-_MESSAGE_BYTES: Final = 200
-"""Room for the other fields of a message."""
 _CACHED: Final = frozenset({"topics.get", "topics.entered", "topics.require", "topics.for_send", "topics.for_priority"})
 
 
@@ -76,7 +71,7 @@ class _ServerClock(SystemClock):
         return super().now_ms() + self.ahead_ms
 
 
-class _Later:
+class Later:
     """Calls in a thread of their own, one after the other."""
 
     def __init__(self, name: str) -> None:
@@ -122,7 +117,55 @@ class _NoNotes:
         return SimpleNamespace(workers=[UNREAD] * workers, close=lambda: None)
 
 
-class RemoteBroker(ShortCalls, PutsInFlight, BrokerContract):
+class RemoteContract(BrokerContract):
+    """Parts of the contract that are the same for every broker of other processes."""
+
+    is_remote, own_clock = True, False
+    _sender = None
+    offsets_folder: Path | None = None
+    """Folder of the offsets of broadcasting clients. None: one of the user's, by the id of the store."""
+    _store_id: str
+    _listeners: Mapping[Event, list[Any]]
+
+    def __init__(self) -> None:
+        self.shared = {}
+        self.begun = _NoNotes()
+        self.pop_at_once = lambda *args: []
+        self.ack_at_once = lambda *args: 0
+        self.has_room = lambda size: False
+
+    def filter(self, expression: str, kind: Literal["TAG", "SQL92"] = "TAG") -> Filter | None:
+        return parse_filter(expression, kind)
+
+    def listen(self, event: Event, callback: Callable[..., object]) -> None:
+        if callback not in self._listeners[event]:
+            self._listeners[event].append(callback)
+
+    def unlisten(self, event: Event, callback: Callable[..., object]) -> None:
+        if callback in self._listeners[event]:
+            self._listeners[event].remove(callback)
+
+    def saved(self, work: Callable[[], T]) -> T:
+        for listener in list(self._listeners["save"]):
+            listener()
+        self.save_offsets()
+        return work()
+
+    def local_offsets(self, client_id: str, group: str) -> OffsetCalls:
+        folder: Any = SimpleNamespace(
+            path=self.offsets_folder or Path.home() / ".mqstore" / "offsets" / self._store_id,
+            mode="rw",
+            fs=REAL,
+            clock=self.clock,
+            config=StoreConfig(),
+            flush=lambda: None,  # a server's log is no part of these files
+            check_open=self.check_open,
+        )
+        folder.path.mkdir(parents=True, exist_ok=True)
+        return LocalOffsets(folder, client_id, group)
+
+
+class RemoteBroker(MessageCalls, RemoteContract):
     """Delivery by the broker of a server. Thread-safe."""
 
     def __init__(
@@ -137,14 +180,7 @@ class RemoteBroker(ShortCalls, PutsInFlight, BrokerContract):
         """Connect, by `dial` if it is given, and sign each request if there is a `sign`. TCP has TLS with `tls`.
         Raises ConnectionLostError, and NotSupportedError for a server that does not speak this protocol."""
         self.clock: Any = _ServerClock()
-        self.is_remote, self.own_clock = True, False
         self.turns = None
-        self._sender = None
-        self.pop_at_once = lambda *args: []
-        self.ack_at_once = lambda *args: 0
-        self.has_room = lambda size: False
-        self.offsets_folder: Path | None = None
-        """Folder of the offsets of broadcasting clients. None: one of the user's, by the id of the store."""
         self._begin()
         tables: Any = {table: _Table(table, self._forwarded) for table in TABLES}
         vars(self).update(
@@ -173,15 +209,14 @@ class RemoteBroker(ShortCalls, PutsInFlight, BrokerContract):
 
     def _begin(self) -> None:
         """Begin without members, listeners and checks, as a forked child does, which is another client."""
-        self.begun = _NoNotes()
-        self.shared = {}
+        super().__init__()
         self._client = secrets.token_hex(8)
-        self._listeners: dict[str, list[Callable[..., object]]] = {}
+        self._listeners = {event: [] for event in get_args(Event)}
         self._checks: dict[str | None, Callable[[Message], Any]] = {}
         self._session: dict[tuple[str, ...], tuple[Call, bytes]] = {}
         """Requests to repeat on each new connection, by their subject."""
         self._topics: dict[tuple[str, str], Any] = {}
-        self._news, self._asked = _Later("mqstore-news"), _Later("mqstore-checks")
+        self._news, self._asked = Later("mqstore-news"), Later("mqstore-checks")
         self._greeted = 0
         """Number of connections so far."""
         self._commits: dict[tuple[Any, ...], tuple[float, int, dict[str, Any]]] = {}
@@ -227,7 +262,7 @@ class RemoteBroker(ShortCalls, PutsInFlight, BrokerContract):
         elif frame.code == CHECK:
             self._asked(partial(self._answer_check, message_of(value, blobs)))
 
-    def _happened(self, event: str, name: str) -> None:
+    def _happened(self, event: Event, name: str) -> None:
         for listener in tuple(self._listeners.get(event, ())):
             self._news(partial(listener, name))
 
@@ -276,16 +311,13 @@ class RemoteBroker(ShortCalls, PutsInFlight, BrokerContract):
             raise StoreClosedError(f"the connection to {self._connection.address} is closed; connect again")
 
     def listen(self, event: Event, callback: Callable[..., object]) -> None:
-        listeners = self._listeners.setdefault(event, [])
-        if callback not in listeners:
-            listeners.append(callback)
+        super().listen(event, callback)
         if event != "save":
             self._hear(event)
             self._look_for_requests()
 
     def unlisten(self, event: Event, callback: Callable[..., object]) -> None:
-        with suppress(ValueError):
-            self._listeners.get(event, []).remove(callback)
+        super().unlisten(event, callback)
         self._look_for_requests()
 
     def _register(self, *args: Any, **options: Any) -> Any:
@@ -333,48 +365,10 @@ class RemoteBroker(ShortCalls, PutsInFlight, BrokerContract):
         except MQStoreError as error:
             _log.warning("%s: the answer to the check of %r came too late: %s", self.name, message.unique_key, error)
 
-    def put(self, topic: str, body: Body, *, queue_id: int | None = None, **options: Any) -> SendReceipt:
-        call = CALLS["put"]
-        fields, data = put_request(topic, body, queue_id, options)
-        try:
-            answer = self._connection.call(call.code, data, fields=fields)
-        except ConnectionLostError as lost:
-            if not lost.sent or not may_repeat(options):
-                raise
-            fields, data = None, long_request(topic, body, queue_id, options)
-            answer = self._connection.call(call.code, data, fields={"again": "1"}, repeat=True)
-        return receipt_in(topic, options, fields, answer)
-
-    def put_many(
-        self,
-        topic: str,
-        bodies: Iterable[Body | OutgoingMessage],
-        *,
-        queue_id: int | None = None,
-        **options: Any,
-    ) -> Sequence[SendReceipt]:
-        """Put as the contract says, some megabytes a call."""
-        items, receipts = list(bodies), list[SendReceipt]()
-        plain = lengths_of(items)
-        if plain is not None and plain[1] + _MESSAGE_BYTES * len(items) <= _CHUNK_BYTES:
-            return super().put_many(topic, items, queue_id=queue_id, **options)
-        for chunk in _chunks(items):
-            try:
-                receipts += super().put_many(topic, chunk, queue_id=queue_id, **options)
-            except MQStoreError as error:
-                error.receipts = [*receipts, *error.receipts]
-                raise
-            if receipts:
-                queue_id = receipts[0].queue_id
-        return receipts
-
     def send_back(self, group: str, message: Any, **options: Any) -> SendReceipt:
         offset = message if isinstance(message, int) else message.physical_offset
         receipt: SendReceipt = self._call("send_back", (group, offset), options)
         return receipt
-
-    def filter(self, expression: str, kind: str = "TAG") -> Filter | None:
-        return parse_filter(expression, kind)
 
     def add_waiter(self, *args: Any, **options: Any) -> Waiter:
         waiter: Waiter = self._park("add_waiter", args, options)
@@ -406,19 +400,6 @@ class RemoteBroker(ShortCalls, PutsInFlight, BrokerContract):
             self._connection.tell(call.code, call.request({"number": number, "turn": turn}))
         return number is not None
 
-    def local_offsets(self, client_id: str, group: str) -> OffsetCalls:
-        folder: Any = SimpleNamespace(
-            path=self.offsets_folder or Path.home() / ".mqstore" / "offsets" / self._store_id,
-            mode="rw",
-            fs=REAL,
-            clock=self.clock,
-            config=StoreConfig(),
-            flush=lambda: None,  # a server's log is no part of these files
-            check_open=self.check_open,
-        )
-        folder.path.mkdir(parents=True, exist_ok=True)
-        return LocalOffsets(folder, client_id, group)
-
     def dead_letters(self, group: str) -> DeadLetters:
         return RemoteLetters(self._call, group)
 
@@ -442,31 +423,10 @@ class RemoteBroker(ShortCalls, PutsInFlight, BrokerContract):
             if self._commits.get(key) is commit:
                 self._commits.pop(key, None)
 
-    def saved(self, work: Callable[[], Any]) -> Any:
-        for listener in tuple(self._listeners.get("save", ())):
-            listener()
-        self.save_offsets()
-        return work()
-
     def close(self, timeout: Duration = 30) -> None:
         self._connection.close()
         self._news.end()
         self._asked.end()
-
-
-def _chunks(bodies: Iterable[Body | OutgoingMessage]) -> Iterator[list[Body | OutgoingMessage]]:
-    """Yield the messages of a call in parts that a frame can hold, at least one part."""
-    chunk: list[Body | OutgoingMessage] = []
-    size = 0
-    for each in bodies:
-        body = each.body if isinstance(each, OutgoingMessage) else each
-        of = len(flat_body(body))
-        if chunk and size + of > _CHUNK_BYTES:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(each)
-        size += of + _MESSAGE_BYTES
-    yield chunk
 
 
 def _at_the_end(call: Callable[..., Any], nothing: object) -> Callable[..., Any]:
@@ -488,7 +448,6 @@ def _method(name: str) -> Callable[..., Any]:
     return call
 
 
-_BY_HAND = vars(RemoteBroker).keys() | vars(ShortCalls).keys() | vars(PutsInFlight).keys()
 for _name, _member in vars(BrokerContract).items():
-    if isinstance(_member, FunctionType) and not _name.startswith("_") and _name not in _BY_HAND:
+    if isinstance(_member, FunctionType) and not _name.startswith("_") and getattr(RemoteBroker, _name) is _member:
         setattr(RemoteBroker, _name, _method(_name))

@@ -2,7 +2,7 @@
 
     call    encode -> send -> read until the own answer is there      a lone caller never switches threads
     park    encode -> send -> a background thread reads the answer, and calls back
-    gather  kept until 16 are there, somebody waits, or an answer comes -> one frame for many (`remote/inflight.py`)
+    gather  kept until 16 are there, somebody waits, or an answer comes -> one frame for many (`remote/messages.py`)
 
 Whoever has the turn reads for all: the first caller that waits. Others wait for a bell. The thread `mqstore-connection`
 exists only while something is parked, and reads when no caller does. Gathered calls are read by those who wait for

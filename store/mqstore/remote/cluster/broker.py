@@ -14,21 +14,26 @@ import logging
 import os
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
+from datetime import datetime
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from mqstore.broker.filters.filter import parse_filter
+from mqstore.broker.names import is_system_topic
 from mqstore.clock import SYSTEM_CLOCK
-from mqstore.contract import BlockedQueue, DeadLetters, Event, Limits, OffsetCalls
+from mqstore.contract import BlockedQueue, DeadLetters, Limits, OffsetCalls
 from mqstore.errors import ConfigError
+from mqstore.layout.messageid import decode_message_id
 from mqstore.log.commitlog import QueueRef
+from mqstore.log.message import Message
+from mqstore.log.reading.reader import GetResult, to_ms
 from mqstore.options import Durability, Duration, seconds
-from mqstore.remote.broker import RemoteBroker, _Later, _NoNotes
+from mqstore.remote.broker import Later
 from mqstore.remote.cluster.degrade import DIFFERENCES, refuse, refuse_items
 from mqstore.remote.cluster.letters import ClusterLetters
 from mqstore.remote.cluster.links import Links
-from mqstore.remote.cluster.log import log_of
 from mqstore.remote.cluster.pops import Pops
 from mqstore.remote.cluster.reads import COMMIT_S
 from mqstore.remote.cluster.routes import fastjson
@@ -43,9 +48,6 @@ if TYPE_CHECKING:
     import ssl
 
 _log = logging.getLogger("mqstore")
-
-T = TypeVar("T")
-_RESET_CLIENT_OFFSET = 220
 
 
 class _NamedOffsets:
@@ -86,20 +88,13 @@ class ClusterBroker(Sends, Pops):
         if not names:
             raise ConfigError(f"a cluster is given by its name servers, as in 'host:9876', not by {addresses!r}")
         client = client_id or f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        links = Links(names, timeout_s=seconds(timeout, "timeout"), client_id=client, sign=sign, tls=tls)
+        links = Links(names, client, timeout_s=seconds(timeout, "timeout"), sign=sign, tls=tls)
         self._links = links
         self.name = links.name
         self.clock = SYSTEM_CLOCK
-        self.is_remote, self.own_clock = True, False
         self.durability: Durability = "append"
-        self.shared = {}
-        self._sender = None
         self.turns = Turns(links)
-        self.pop_at_once = lambda *args: []
-        self.ack_at_once = lambda *args: 0
-        self.has_room = lambda size: False
         self.save_offsets = self._save
-        self.begun = _NoNotes()
         self.items: Any = SimpleNamespace(
             **dict.fromkeys(("page", "counts", "by_key", "purge"), refuse_items),
             put=partial(refuse, "unique=", "let the receiver remember the names"),
@@ -113,15 +108,14 @@ class ClusterBroker(Sends, Pops):
         self.locks = Locks(links, self.clock, self.members, self._release)
         self.transactions = Transactions(links, self, self.members)
         self._attempts: defaultdict[tuple[str, QueueRef], dict[int, BlockedQueue]] = defaultdict(dict)
-        self._asked = _Later("mqstore-checks")
-        self._listeners: Mapping[Event, list[Any]] = {
+        self._asked = Later("mqstore-checks")
+        self._listeners = {
             "topics": [],
             "members": self.members.on_change,
             "locks": self.locks.on_release,
             "save": [],
         }
-        self.log = log_of(self, links)
-        self.offsets_folder = None  # as `RemoteBroker.local_offsets` finds it
+        self.log = _log_of(self, links)
         self._store_id = hashlib.sha256(self.name.encode()).hexdigest()[:32]
         links.topics_changed = self._topic_changed
         links.requested = self._requested
@@ -137,14 +131,6 @@ class ClusterBroker(Sends, Pops):
     def check_open(self) -> None:
         self._links.check_open()
 
-    def listen(self, event: Event, callback: Callable[..., object]) -> None:
-        if callback not in self._listeners[event]:
-            self._listeners[event].append(callback)
-
-    def unlisten(self, event: Event, callback: Callable[..., object]) -> None:
-        if callback in self._listeners[event]:
-            self._listeners[event].remove(callback)
-
     def _topic_changed(self, topic: str) -> None:
         for listener in list(self._listeners["topics"]):
             listener(topic)
@@ -156,7 +142,7 @@ class ClusterBroker(Sends, Pops):
             self.members.changed(group)
         elif frame.code == Code.CHECK_TRANSACTION_STATE:
             self._asked(partial(self.transactions.answer, broker, frame))
-        elif frame.code == _RESET_CLIENT_OFFSET:
+        elif frame.code == Code.RESET_CONSUMER_CLIENT_OFFSET:
             for key, offset in (fastjson(frame.body).get("offsetTable") or {}).items():
                 self._drop(group, self._links.ref(fastjson(key.encode())), offset)
 
@@ -193,15 +179,9 @@ class ClusterBroker(Sends, Pops):
         return ClusterLetters(self, group)
 
     def local_offsets(self, client_id: str, group: str) -> OffsetCalls:
-        return _NamedOffsets(RemoteBroker.local_offsets(self, client_id, group), self._links)  # type: ignore[arg-type]
+        return _NamedOffsets(super().local_offsets(client_id, group), self._links)
 
     # -- the end ----------------------------------------------------------------------------------------------------
-
-    def saved(self, work: Callable[[], T]) -> T:
-        for listener in list(self._listeners["save"]):
-            listener()
-        self._save()
-        return work()
 
     def close(self, timeout: Duration = 30) -> None:
         if self.closed:
@@ -214,3 +194,58 @@ class ClusterBroker(Sends, Pops):
 
     def __repr__(self) -> str:
         return f"<ClusterBroker of {self.name!r}{' closed' if self.closed else ''}>"
+
+
+def _log_of(broker: ClusterBroker, links: Links) -> SimpleNamespace:
+    """Return the reads of a cluster without a group, as `RemoteStore` asks for them (`remoting.calls.LogCalls`)."""
+
+    def get(
+        topic: str, queue_id: int, offset: int, max_messages: int = 32, *, tags: str | None = "*", **asked: Any
+    ) -> GetResult:
+        result = broker.read(topic, queue_id, offset, max_messages, filter=parse_filter(tags), **asked)
+        return GetResult(*result[:5])  # type: ignore[arg-type]  # without a group there is no reset
+
+    def find(
+        topic: str, *, key: str | None = None, unique_key: str | None = None, limit: int = 32, **asked: Any
+    ) -> list[Message]:
+        start_ms, stop_ms = asked.get("start_ms", 0), asked.get("stop_ms", 1 << 62)
+        if unique_key is not None:
+            found = broker.find(topic, unique_key=unique_key, limit=limit)
+        else:
+            found = broker.find_by(topic, key or "", start_ms, stop_ms, limit)
+        return [message for message in found if start_ms <= message.store_timestamp_ms < stop_ms]
+
+    def offsets(topic: str, queue_id: int) -> tuple[int, int]:
+        return broker.min_offset(topic, queue_id), broker.max_offset(topic, queue_id)
+
+    def offsets_or_none(topic: str, queue_id: int) -> tuple[int, int] | None:
+        route = broker.topics.get(topic)
+        return offsets(topic, queue_id) if route is not None and 0 <= queue_id < len(route.places) else None
+
+    def stats() -> NoReturn:
+        refuse("counting segments and bytes", "use mqadmin brokerStatus")
+
+    def verify() -> NoReturn:
+        refuse("verifying the store", "the brokers check their files when they start")
+
+    def snapshot(target: str, *, link: bool = False) -> NoReturn:
+        refuse("a snapshot", "copy the brokers' folders, or run slaves")
+
+    def get_by_id(message_id: str) -> Message:
+        address, physical_offset = decode_message_id(message_id)
+        return links.record(links.broker_at(address), physical_offset)
+
+    def offset_at(topic: str, queue_id: int, when: datetime) -> int:
+        return broker.offset_for_time(topic, queue_id, to_ms(when))
+
+    def queues(topic: str) -> list[QueueRef]:
+        return [QueueRef(topic, i) for i in broker.topics.require(topic).queue_ids]
+
+    def topics() -> list[str]:
+        return [name for name in links.topic_names() if not is_system_topic(name)]
+
+    return SimpleNamespace(
+        **{call.__name__: call for call in (
+            get, find, get_by_id, offsets, offsets_or_none, offset_at, queues, topics, stats, verify, snapshot
+        )}
+    )  # fmt: skip

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from mqstore.errors import (
     ConfigError,
@@ -37,13 +37,10 @@ from mqstore.log.message import Message
 from mqstore.remote.cluster.records import message_at, records
 from mqstore.remote.cluster.routes import Place, RoutedTopic, addresses, fastjson, routed
 from mqstore.remote.connection import Answered, Connection
+from mqstore.remoting.codes import Code
 from mqstore.remoting.frames import Frame
-from mqstore.remoting.signing import Signer
 from mqstore.signalsafe import Bell, Lock
 from mqstore.threads import start_thread
-
-if TYPE_CHECKING:
-    import ssl
 
 _log = logging.getLogger("mqstore")
 
@@ -53,7 +50,6 @@ _ROUTE_S, _ABSENT_S = 30.0, 3.0
 """Time after which a route, or that there is none, is asked for again."""
 _PING: Final = 60
 """GET_TIMER_CHECK_POINT, whose answer is small. A code that a broker does not know fills its log with errors."""
-ROUTE, CLUSTER_INFO, TOPIC_LIST, SYSTEM_TOPICS, BROKER_CONFIG, VIEW_MESSAGE = 105, 106, 206, 304, 26, 33
 _ERRORS: Final[Mapping[int, Callable[[str], MQStoreError]]] = {
     ResultCode.SYSTEM_BUSY: StoreBusyError,
     ResultCode.SERVICE_NOT_AVAILABLE: StoreBusyError,
@@ -96,15 +92,8 @@ def checked(answer: Frame | None, who: str, ok: Collection[int] = (0,)) -> Frame
 class Links:
     """Connections and routes of one client. Thread-safe."""
 
-    def __init__(
-        self,
-        name_servers: Collection[str],
-        *,
-        timeout_s: float,
-        client_id: str,
-        sign: Signer | None = None,
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
+    def __init__(self, name_servers: Collection[str], client_id: str, **options: Any) -> None:
+        """Connect. `options` are timeout_s, sign and tls of each `Connection`."""
         self.client_id = client_id
         self.name = ";".join(name_servers)
         self.closed = False
@@ -112,8 +101,8 @@ class Links:
         """Function for requests of brokers, called in the background thread."""
         self.topics_changed: Callable[[str], object] = lambda topic: None
         """Function called with a topic whose route has changed, in the background thread."""
-        self._timeout_s, self._sign, self._tls = timeout_s, sign, tls
-        self._names = [Connection(each, timeout_s=timeout_s, sign=sign, tls=tls) for each in name_servers]
+        self._options = options
+        self._names = [Connection(each, **options) for each in name_servers]
         self._addresses: dict[str, str] = {}
         self._links: dict[tuple[str, str], Connection] = {}
         self._routes: dict[str, tuple[float, RoutedTopic | None]] = {}
@@ -196,7 +185,7 @@ class Links:
         raise lost
 
     def _look_for_brokers(self) -> None:
-        answer = checked(self._ask(CLUSTER_INFO, {}), self.name)
+        answer = checked(self._ask(Code.GET_BROKER_CLUSTER_INFO, {}), self.name)
         self._addresses.update(addresses((fastjson(answer.body).get("brokerAddrTable") or {}).values()))
 
     @property
@@ -210,7 +199,7 @@ class Links:
         return known if due_s > time.monotonic() else self._look(topic)
 
     def _look(self, topic: str) -> RoutedTopic | None:
-        asked = self._ask(ROUTE, {"topic": topic, "acceptStandardJsonOnly": True})
+        asked = self._ask(Code.GET_ROUTEINFO_BY_TOPIC, {"topic": topic, "acceptStandardJsonOnly": True})
         answer = checked(asked, self.name, (0, ResultCode.TOPIC_NOT_EXIST))
         found = None
         if answer.code == 0:
@@ -235,7 +224,8 @@ class Links:
 
     def topic_names(self) -> list[str]:
         """Return the names of all topics but the brokers' own."""
-        lists = [fastjson(checked(self._ask(code, {}), self.name).body) for code in (TOPIC_LIST, SYSTEM_TOPICS)]
+        codes = Code.GET_ALL_TOPIC_LIST_FROM_NAMESERVER, Code.GET_SYSTEM_TOPIC_LIST_FROM_NS
+        lists = [fastjson(checked(self._ask(code, {}), self.name).body) for code in codes]
         topics, own = (set(each.get("topicList") or ()) for each in lists)
         return sorted(topics - own)
 
@@ -315,14 +305,14 @@ class Links:
     def config(self, broker: str) -> Mapping[str, str]:
         """Return the configuration of a broker, as it was when first asked for. Empty if it is refused."""
         if broker not in self._configs:
-            answer = self.call(broker, BROKER_CONFIG, {}, ok=range(1 << 16))
+            answer = self.call(broker, Code.GET_BROKER_CONFIG, {}, ok=range(1 << 16))
             lines = answer.body.decode("utf-8", "replace").splitlines() if answer.code == 0 else []
             self._configs[broker] = dict(line.split("=", 1) for line in lines if "=" in line)
         return self._configs[broker]
 
     def record(self, broker: str, physical_offset: int) -> Message:
         """Return the message of a broker at a physical offset. Raises LookupError if it is gone."""
-        answer = self.call(broker, VIEW_MESSAGE, {"offset": physical_offset}, ok=(0, 1))
+        answer = self.call(broker, Code.VIEW_MESSAGE_BY_ID, {"offset": physical_offset}, ok=(0, 1))
         for message in self.messages(broker, answer.body):
             return message
         raise LookupError(f"broker {broker} has no message at {physical_offset}: {answer.remark}")
@@ -348,16 +338,13 @@ class Links:
         with self._lock:
             link = self._links.get((address, member))
             if link is None:
-                link = Connection(
-                    address,
-                    timeout_s=self._timeout_s,
-                    ping=_PING,
-                    sign=self._sign,
-                    tls=self._tls,
-                    requested=lambda frame: self.later(0, lambda: self.requested(broker, frame)),
-                )
+                requested = partial(self._requested, broker)
+                link = Connection(address, ping=_PING, requested=requested, **self._options)
                 self._links[address, member] = link
             return link
+
+    def _requested(self, broker: str, frame: Frame) -> None:
+        self.later(0, lambda: self.requested(broker, frame))
 
     def attend(self, broker: str, member: str) -> None:
         """Take the requests of a broker to a member from now on."""

@@ -51,7 +51,6 @@ from mqstore.remoting.codes import Code
 from mqstore.remoting.frames import Frame
 from mqstore.signalsafe import Bell
 
-POP_MESSAGE, ACK_MESSAGE, CHANGE_INVISIBLE, NOTIFICATION = 200_050, 200_051, 200_053, 200_054
 _POPPED: Final = (0, 19, 20, 209, 210)
 _LOOK_MS: Final = 5_000
 """Longest question to a broker: a redelivery that it does not report is found then."""
@@ -95,8 +94,6 @@ class Pops(Reads):
         unknown = options.keys() - _POP_OPTIONS.keys() - {"local", "durability", "skip_acked"}
         if unknown:  # one that is not known here must not be ignored
             raise TypeError(f"a pop from a cluster has no {', '.join(sorted(unknown))}")
-        if acks := options.pop("acks", ()):
-            self.ack(group, topic, acks)
         if not 1 <= n <= MAX_BATCH:
             raise ConfigError(f"n must be 1 to {MAX_BATCH}, got {n}")
         options = _POP_OPTIONS | options
@@ -133,7 +130,7 @@ class Pops(Reads):
             )
             try:
                 # Not repeated: the messages of a lost answer come again when their time is over.
-                answer = self._links.call(broker, POP_MESSAGE, fields, ok=_POPPED, repeat=attempt_id is not None)
+                answer = self._links.call(broker, Code.POP_MESSAGE, fields, ok=_POPPED, repeat=attempt_id is not None)
             except ConnectionLostError as error:
                 lost = error
                 continue
@@ -195,7 +192,7 @@ class Pops(Reads):
                 asked_s[broker] = time.monotonic()
                 names = "consumerGroup topic queueId pollTime bornTime order expType exp"
                 values = group, topic, its_queue, min(hold_ms, _LOOK_MS), self.clock.now_ms(), order, *chosen
-                return broker, NOTIFICATION, named(names, *values)
+                return broker, Code.NOTIFICATION, named(names, *values)
 
             def took(answer: Frame, broker: str = broker) -> float | None:
                 if answer.code == 0 and answer.fields.get("hasMsg") != "true":
@@ -223,7 +220,8 @@ class Pops(Reads):
             self._leases.pop(receipt, None)
 
     def _acknowledge(self, group: str, topic: str, newest: Sequence[str]) -> None:
-        self._links.call_many([(each.split(" ")[5], ACK_MESSAGE, self._fields(group, topic, each)) for each in newest])
+        code = Code.ACK_MESSAGE
+        self._links.call_many([(each.split(" ")[5], code, self._fields(group, topic, each)) for each in newest])
 
     def renew(self, group: str, topic: str, receipt: str, invisible: Duration, **asked: object) -> str:
         """Extend a delivery (`BrokerContract.renew`). `asked` is some of progress and durability, without effect."""
@@ -240,7 +238,7 @@ class Pops(Reads):
         newest = self._lease(receipt).receipt
         place = newest.split(" ")[4:8]  # mark, broker, queue id, offset
         fields = {**self._fields(group, topic, newest), "invisibleTime": invisible_ms}
-        answer = self._links.call(place[1], CHANGE_INVISIBLE, fields).fields
+        answer = self._links.call(place[1], Code.CHANGE_MESSAGE_INVISIBLETIME, fields).fields
         return " ".join((place[3], answer["popTime"], answer["invisibleTime"], answer["reviveQid"], *place))
 
     def _give_back(self, group: str, topic: str, receipt: str, delay_ms: int) -> str:

@@ -17,15 +17,16 @@ from datetime import datetime
 from functools import partial
 from typing import Any, Final, Literal, get_args
 
-from mqstore.broker.filters.filter import as_filter, parse_filter
+from mqstore.broker.filters.filter import as_filter
 from mqstore.broker.names import is_retry_topic
 from mqstore.broker.waiting import Callback, Waiter
 from mqstore.clock import Clock
-from mqstore.contract import BrokerContract, Filter, ReadResult, Start
+from mqstore.contract import Filter, ReadResult, Start
 from mqstore.errors import ConfigError, GroupNotFoundError, MQStoreError, ResultCode, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.reading.reader import GetStatus, to_ms
 from mqstore.options import Duration, seconds
+from mqstore.remote.broker import RemoteContract
 from mqstore.remote.cluster.links import Fields, Links, named
 from mqstore.remote.cluster.records import expression_of, message_at, records
 from mqstore.remote.cluster.routes import fastjson
@@ -37,7 +38,6 @@ from mqstore.signalsafe import Lock
 _log = logging.getLogger("mqstore")
 
 PULLED: Final = (0, ResultCode.PULL_NOT_FOUND, ResultCode.PULL_RETRY_IMMEDIATELY, ResultCode.PULL_OFFSET_MOVED)
-CONSUME_STATS, RESET_OFFSET = 208, 222
 COMMIT_S: Final = 5.0
 _NOBODY: Final = "TOOLS_CONSUMER"
 """Group of reads without a group, which every broker has for its tools."""
@@ -69,7 +69,7 @@ def pull_fields(
     )
 
 
-class Reads(BrokerContract):
+class Reads(RemoteContract):
     """Reads and offsets of a `ClusterBroker`. Thread-safe."""
 
     _links: Links
@@ -78,6 +78,7 @@ class Reads(BrokerContract):
     clock: Clock
 
     def __init__(self) -> None:
+        super().__init__()
         self._lock = Lock()
         self._kept: dict[QueueRef, tuple[int, tuple[str, str], ReadResult]] = {}
         """Result of a wait by queue, with the offset and filter for which it counts."""
@@ -102,9 +103,6 @@ class Reads(BrokerContract):
         fields = pull_fields(group, topic, place.queue_id, offset, max_messages, chosen)
         answer = self._links.call(place.broker, Code.PULL_MESSAGE, {**fields, "maxMsgBytes": max_bytes}, ok=PULLED)
         return _result(answer, queue, offset, chosen)
-
-    def filter(self, expression: str, kind: Literal["TAG", "SQL92"] = "TAG") -> Filter | None:
-        return parse_filter(expression, kind)
 
     def min_offset(self, topic: str, queue_id: int) -> int:
         return self._number(Code.GET_MIN_OFFSET, QueueRef(topic, queue_id))
@@ -275,7 +273,7 @@ class Reads(BrokerContract):
     def lag(self, group: str) -> dict[QueueRef, int]:
         lags: dict[QueueRef, int] = {}
         for broker in self._links.brokers:
-            answer = self._links.call(broker, CONSUME_STATS, {"consumerGroup": group}, ok=(0, *_UNKNOWN_GROUP))
+            answer = self._links.call(broker, Code.GET_CONSUME_STATS, {"consumerGroup": group}, ok=(0, *_UNKNOWN_GROUP))
             for key, at in (fastjson(answer.body).get("offsetTable") or {}).items() if answer.code == 0 else ():
                 lags[self._links.ref(fastjson(key.encode()))] = max(0, at["brokerOffset"] - at["consumerOffset"])
         if not lags and self.groups.get(group) is None:
@@ -290,7 +288,8 @@ class Reads(BrokerContract):
             place = self._links.place(topic, each)
             target = to if type(to) is int else self._place(topic, each, to)
             names = "topic group queueId offset timestamp isForce"
-            self._links.call(place.broker, RESET_OFFSET, named(names, topic, group, place.queue_id, target, -1, True))
+            fields = named(names, topic, group, place.queue_id, target, -1, True)
+            self._links.call(place.broker, Code.INVOKE_BROKER_TO_RESET_OFFSET, fields)
             self._drop(group, QueueRef(topic, each), target)
             targets[QueueRef(topic, each)] = target
         return targets

@@ -16,7 +16,7 @@ from mqstore.broker.pop.receipts import parse_recall_handle
 from mqstore.broker.selection import RoundRobin, group_queue
 from mqstore.broker.uniquekey import new_unique_key
 from mqstore.clock import Clock
-from mqstore.contract import BrokerContract, SendOptions
+from mqstore.contract import SendOptions
 from mqstore.errors import ConfigError, ConnectionLostError, InvalidMessageError, MQStoreError, NotPermittedError
 from mqstore.layout.properties import DELAY, TIMER_DELAY_MS, TIMER_DELIVER_MS, UNIQ_KEY
 from mqstore.layout.record import COMPRESSED, COMPRESSION_ZLIB
@@ -33,6 +33,7 @@ from mqstore.log.writing.outgoing import (
     refuse_routing,
 )
 from mqstore.options import DEFAULT_DELAY_LEVELS, delay_table_ms, milliseconds
+from mqstore.remote.broker import RemoteContract
 from mqstore.remote.cluster.degrade import refuse
 from mqstore.remote.cluster.links import Links, checked, named
 from mqstore.remote.cluster.records import KEPT_FLAGS, STORED, batch_item, receipts, send_fields
@@ -48,7 +49,6 @@ Sent = TypeVar("Sent")
 Prepared = tuple[dict[str, str], int, int, bytes]
 """Properties, flag, sysFlag and body of a message."""
 PRODUCER: Final = "mqstore"
-QUERY_MESSAGE, RECALL_MESSAGE = 12, 370
 _BATCH_BYTES: Final = 4_000_000
 _DAY_MS: Final = 86_400_000
 _SYS_FLAGS: Final = {None: 0, "zlib": COMPRESSED | COMPRESSION_ZLIB}
@@ -72,7 +72,7 @@ class Turns(RoundRobin):
         return _Any(ids[next(self[topic]) % len(ids)])
 
 
-class Sends(BrokerContract):
+class Sends(RemoteContract):
     """Puts of a `ClusterBroker`. Thread-safe."""
 
     _links: Links
@@ -282,7 +282,7 @@ class Sends(BrokerContract):
         if self._links.config(broker).get("recallMessageEnable") == "false":
             refuse("recalling a message", f"set recallMessageEnable=true at broker {broker}")
         fields = named("topic recallHandle producerGroup", topic, recall_handle, PRODUCER)
-        return self._links.call(broker, RECALL_MESSAGE, fields, ok=(0, 1, 604)).code == 0
+        return self._links.call(broker, Code.RECALL_MESSAGE, fields, ok=(0, 1, 604)).code == 0
 
     def message_at(self, receipt: SendReceipt) -> Message:
         return self._links.record(self._links.place(*receipt.queue).broker, receipt.physical_offset)
@@ -298,7 +298,7 @@ class Sends(BrokerContract):
         fields = named(names, topic, key, limit, start_ms, min(stop_ms, 1 << 60), unique or None)
         found: list[Message] = []
         for broker in self.topics.require(topic).brokers:
-            answer = self._links.call(broker, QUERY_MESSAGE, fields, ok=(0, QUERY_NOT_FOUND))
+            answer = self._links.call(broker, Code.QUERY_MESSAGE, fields, ok=(0, QUERY_NOT_FOUND))
             for each in self._links.messages(broker, answer.body):
                 if each.unique_key == key if unique else key in each.keys:
                     found.append(each)

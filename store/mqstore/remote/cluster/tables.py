@@ -31,7 +31,6 @@ from mqstore.signalsafe import Lock
 
 _log = logging.getLogger("mqstore")
 
-CREATE_TOPIC, GROUP_CONFIG, UPDATE_GROUP = 17, 352, 200
 HEARTBEAT_S: Final = 30.0
 _QUEUES: Final = 4
 _ROUTE_WAIT_S: Final = 10.0
@@ -89,7 +88,7 @@ class Topics:
         for broker, number in zip(brokers, spread(queues or _QUEUES, len(brokers)), strict=True):
             if number:
                 fields = named(names, name, DEFAULT_TOPIC, number, number, 6, "SINGLE_TAG", 0, False, "")
-                self._links.call(broker, CREATE_TOPIC, fields)
+                self._links.call(broker, Code.UPDATE_AND_CREATE_TOPIC, fields)
         end_s = time.monotonic() + _ROUTE_WAIT_S
         while (route := self.get(name)) is None or len(route.places) < (queues or _QUEUES):
             if time.monotonic() > end_s:
@@ -125,7 +124,7 @@ class Groups:
 
     def ask(self, broker: str, name: str) -> dict[str, Any]:
         """Return the settings of a group at a broker, which creates it if it may (autoCreateSubscriptionGroup)."""
-        return fastjson(self._links.call(broker, GROUP_CONFIG, {"group": name}).body)
+        return fastjson(self._links.call(broker, Code.GET_SUBSCRIPTIONGROUP_CONFIG, {"group": name}).body)
 
     def set_retry(self, name: str, policy: RetryPolicy, config: GroupConfig | None = None) -> GroupConfig:
         """Make a policy that of the group, at every broker. Raises NotPermittedError."""
@@ -133,7 +132,7 @@ class Groups:
         if config.retry_policy != policy:
             config = replace(config, retry_policy=policy)
             for broker in self._links.brokers:
-                self._links.call(broker, UPDATE_GROUP, {}, dumps(config.as_json()))
+                self._links.call(broker, Code.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, {}, dumps(config.as_json()))
         if name in self._known:
             self._known[name] = config
         return config
