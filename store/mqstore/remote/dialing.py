@@ -7,11 +7,15 @@ import select
 import socket
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from mqstore.errors import ConfigError
+from mqstore.errors import ConfigError, MQStoreError
+from mqstore.files.filesystem import REAL
+from mqstore.layout.jsontext import decode
 from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     Tls = ssl.SSLContext | str | PathLike[str] | bool | None
     """Settings of TLS: a context, a file of certificates to trust, True for those of the system, or None for no TLS."""
 
+_ANNOUNCEMENT_BYTES: Final = 1 << 16
 Address = tuple[str, int] | str
 """Host and port, or the path of a Unix socket."""
 
@@ -54,6 +59,16 @@ def tls_context(tls: Tls) -> ssl.SSLContext | None:
         raise ConfigError(f"tls must be True, an ssl.SSLContext or a file, not {tls!r:.80}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{os.fspath(tls)} has no certificates in PEM: {error}") from None  # type: ignore[arg-type]
+
+
+def announced(directory: Path) -> tuple[int | None, list[str]]:
+    """Return the process id and the endpoints in the serve.json of a directory, which a killed server leaves.
+    (None, []) without one."""
+    with suppress(OSError, MQStoreError, LookupError, TypeError):
+        file = directory / "serve.json"
+        value: Any = decode(REAL.read_whole(file, _ANNOUNCEMENT_BYTES)) if file.is_file() else {}
+        return value["pid"], [str(each) for each in value["endpoints"]]
+    return None, []
 
 
 def is_ready(sock: Any, events: int, timeout_s: float) -> bool:
@@ -106,22 +121,17 @@ class _Secured:
 
 def dialed(address: Address, timeout_s: float, tls: ssl.SSLContext | None = None) -> socket.socket:
     """Return a connected socket, over TCP with TLS if there is a context. Raises OSError."""
-    if not isinstance(address, str):
-        sock = socket.create_connection(address, timeout_s)
-        try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return sock if tls is None else tls.wrap_socket(sock, server_hostname=address[0])
-        except BaseException:
-            sock.close()
-            raise
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock = socket.socket(socket.AF_UNIX) if isinstance(address, str) else socket.create_connection(address, timeout_s)
     try:
-        sock.settimeout(timeout_s)
-        sock.connect(address)
+        if isinstance(address, str):
+            sock.settimeout(timeout_s)
+            sock.connect(address)
+            return sock
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock if tls is None else tls.wrap_socket(sock, server_hostname=address[0])
     except BaseException:
         sock.close()
         raise
-    return sock
 
 
 def limited(sock: socket.socket, timeout_s: float) -> Any:

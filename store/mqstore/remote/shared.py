@@ -50,6 +50,7 @@ from mqstore.files.safe_open import resolved
 from mqstore.layout.jsontext import decode
 from mqstore.log import manifest
 from mqstore.options import Durability, Duration, Profile, StoreConfig, check_durability, seconds
+from mqstore.remote.dialing import announced, dialed
 from mqstore.remote.store import RemoteStore
 
 _log = logging.getLogger("mqstore")
@@ -135,28 +136,15 @@ class Starter:
         return found
 
     def _connected(self) -> socket.socket | None:
-        _, address = self._notice()
-        if address is None:
+        _, endpoints = announced(self.path)
+        if (address := next((each[5:] for each in endpoints if each.startswith("unix:")), None)) is None:
             return None
-        found = socket.socket(socket.AF_UNIX)
         try:
-            found.connect(address)
-            return found
-        except OSError as error:
-            found.close()
-            if isinstance(error, PermissionError):
-                raise NotPermittedError(f"the server of {self.path} belongs to another user") from error
+            return dialed(address, _PATIENCE_S)
+        except PermissionError as error:
+            raise NotPermittedError(f"the server of {self.path} belongs to another user") from error
+        except OSError:
             return None  # nobody listens there
-        except BaseException:
-            found.close()
-            raise
-
-    def _notice(self) -> tuple[int | None, str | None]:
-        """Return the process id and the Unix socket in serve.json, which a killed server leaves."""
-        with suppress(FileNotFoundError, FormatError, LookupError, TypeError, AttributeError, StopIteration):
-            value = decode(REAL.read_whole(self.path / "serve.json", _FILE_BYTES_MAX))
-            return value["pid"], next(each[5:] for each in value["endpoints"] if each.startswith("unix:"))
-        return None, None
 
     def _started(self, until_s: float) -> socket.socket | None:
         """Start a server and connect to it.
@@ -168,7 +156,7 @@ class Starter:
                 try:
                     refuse_beside_writer(self.path)
                 except StoreLockedError as error:
-                    was_killed = error.pid is not None and error.pid == self._notice()[0]
+                    was_killed = error.pid is not None and error.pid == announced(self.path)[0]
                     if not was_killed and time.monotonic() >= until_s:
                         raise
                     return None  # the system is about to close the files of a killed server

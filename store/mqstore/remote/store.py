@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 from weakref import WeakSet
 
 from mqstore.broker.admin.operations import Operations
-from mqstore.errors import ConfigError, ConnectionLostError, MQStoreError, NotSupportedError, StoreLockedError
+from mqstore.errors import ConfigError, ConnectionLostError, NotSupportedError, StoreLockedError
 from mqstore.files.lock import refuse_beside_writer
 from mqstore.files.readonly_fs import QUIET
-from mqstore.layout.jsontext import decode
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.reading.iteration import IteratingReader
 from mqstore.log.recovery.report import Finding, RecoveryReport
@@ -28,16 +27,13 @@ from mqstore.log.snapshot.copy import SnapshotReport
 from mqstore.options import Duration, seconds
 from mqstore.remote.broker import RemoteBroker
 from mqstore.remote.cluster.broker import ClusterBroker
-from mqstore.remote.dialing import tls_context
+from mqstore.remote.dialing import announced, tls_context
 from mqstore.remoting.signing import signer
 from mqstore.signalsafe import Bell
 from mqstore.store import Store
 
 if TYPE_CHECKING:
     from mqstore.remote.dialing import Tls
-
-_ANNOUNCEMENT, _ANNOUNCEMENT_BYTES = "serve.json", 1 << 16
-
 
 _stores: WeakSet[RemoteStore] = WeakSet()
 
@@ -245,12 +241,7 @@ def _announced(path: Path) -> Iterator[tuple[str, bool]]:
     """Yield the endpoints in the file that a server has left in a directory, and True if it has the writer's lock.
     Otherwise it was killed, or the directory is a copy. Only a Unix socket is worth a try then: a supervisor keeps it
     until the next server runs, and nobody else has taken it."""
-    file = path / _ANNOUNCEMENT
-    try:
-        value = decode(file.read_bytes()[:_ANNOUNCEMENT_BYTES]) if file.is_file() else None
-        pid, endpoints = value["pid"], [str(each) for each in value["endpoints"]]  # type: ignore[index]
-    except (OSError, MQStoreError, KeyError, TypeError):
-        return
+    pid, endpoints = announced(path)
     holder: int | None = None
     try:
         refuse_beside_writer(path, QUIET)
