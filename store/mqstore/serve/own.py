@@ -88,7 +88,7 @@ class Own:
         self._pool = ThreadPoolExecutor(_THREADS, "mqstore-own")
         self._unknown: set[str] = set()
         """Transactions whose outcome a client did not know. The housekeeper takes them."""
-        self._listeners = {event: partial(self._happened, event) for event in _EVENTS}
+        self.listeners = [(event, partial(self._happened, event)) for event in _EVENTS]
         broker = self.broker
         self._objects: Mapping[str, Any] = {
             "": broker,
@@ -126,15 +126,8 @@ class Own:
         }
         """Calls that are answered later, or do more than that."""
 
-    def start(self) -> None:
-        """Listen to the engine."""
-        for event, listener in self._listeners.items():
-            self.broker.listen(event, listener)
-
     def stop(self) -> None:
         """End every session."""
-        for event, listener in self._listeners.items():
-            self.broker.unlisten(event, listener)
         for connection in list(self._sessions):
             self.leave(connection)
         self._pool.shutdown()

@@ -128,9 +128,9 @@ class Registry:
         """Return the consumers of a group by client id."""
         return self._consumers.get(group, {})
 
-    def groups(self, *, of_producers: bool = False) -> list[str]:
-        """Return the groups that have consumers, or producers."""
-        return sorted(self._producers if of_producers else self._consumers)
+    def groups(self) -> list[str]:
+        """Return the groups that have consumers."""
+        return sorted(self._consumers)
 
     def subscription(self, group: str, topic: str) -> Subscription | None:
         """Return the subscription of a group's consumers to a topic, or None."""

@@ -170,12 +170,10 @@ def _queue(server: Server, call: Call) -> int:
 def _when_stored(server: Server, call: Call, puts: list[_Put]) -> None:
     """Answer when all `puts` are done: now, or after the sync that stores with durability "flush" wait for."""
     waiting = [put for put in puts if isinstance(put, Future) and not put.done()]
-    if not waiting:
+    if waiting:  # puts of one call are synced in their order, so the last one is done last
+        server.when_done(call, waiting[-1], lambda _: _stored(call, puts))
+    else:
         _stored(call, puts)
-        return
-    call.connection.park(call, lambda: None)
-    # Puts of one call are synced in their order, so the last one is done last.
-    waiting[-1].add_done_callback(lambda _: server.post(partial(server.resume, call, partial(_stored, call, puts))))
 
 
 def _stored(call: Call, puts: list[_Put]) -> None:

@@ -28,6 +28,7 @@ from mqstore.broker.selection import RoundRobin
 from mqstore.broker.tables.locklist import LockList
 from mqstore.broker.tables.members import Mode
 from mqstore.broker.tables.requestmodes import RequestModes
+from mqstore.contract import Event
 from mqstore.errors import (
     FormatError,
     MQStoreError,
@@ -175,12 +176,17 @@ class Server:
         """Groups whose consumers get a notice."""
         self._unheard: dict[Connection, dict[Call, Callable[[], object]]] = {}
         """Pulls of clients that have not sent a heartbeat."""
-        self._sweeper: asyncio.TimerHandle | None = None
-        self._lock_saver: asyncio.TimerHandle | None = None
         self._opaque = 1 << 20
         self._worker = ThreadPoolExecutor(1, "mqstore-serve")
         self._desk = ThreadPoolExecutor(1, "mqstore-serve-admin")
         self.own = own.Own(self)
+        self._listeners: list[tuple[Event, Callable[[str], object]]] = [
+            ("topics", self.turns.forget),
+            ("members", self._members_changed),
+            ("locks", self._members_changed),
+            *self.own.listeners,
+        ]
+        """Functions that the engine calls."""
 
     async def __aenter__(self) -> Server:
         await self.start()
@@ -199,13 +205,11 @@ class Server:
         except OSError:
             listening.close(own)
             raise
-        self._sweeper = self.loop.call_later(_SWEEP_S, self._sweep)
-        self._lock_saver = self.loop.call_later(_LOCKS_S, self._save_locks)
+        self._every(_SWEEP_S, self._sweep)
+        self._every(_LOCKS_S, self._save_locks)
         self.broker.transactions.on_check(None, partial(transactions.ask, self))
-        self.broker.listen("topics", self.turns.forget)
-        for event in ("members", "locks"):
-            self.broker.listen(event, self._members_changed)
-        self.own.start()
+        for event, listener in self._listeners:
+            self.broker.listen(event, listener)
         self._listening.start()
         listening.announce(self.broker.store.path, self.endpoints)
         self._wait_for_clients()
@@ -220,12 +224,8 @@ class Server:
         listening.withdraw(self.broker.store.path)
         self.metrics.stop()
         self.broker.transactions.on_check(None, None)
-        self.broker.unlisten("topics", self.turns.forget)
-        for event in ("members", "locks"):
-            self.broker.unlisten(event, self._members_changed)
-        for timer in (self._sweeper, self._lock_saver):
-            if timer is not None:
-                timer.cancel()
+        for event, listener in self._listeners:
+            self.broker.unlisten(event, listener)
         await self._until(self._ended_calls, _GRACE_S)
         for connection in list(self._connections):
             if not connection.parked:
@@ -383,6 +383,16 @@ class Server:
         connection.asked[opaque] = taken
         connection.send(request, request.body)
 
+    def _every(self, pause_s: float, work: Callable[[], object]) -> None:
+        """Do `work` again and again until the server stops."""
+
+        def again() -> None:
+            if not self.stopping:
+                work()
+                self._every(pause_s, work)
+
+        self.loop.call_later(pause_s, again)
+
     def _sweep(self) -> None:
         now_s = self.loop.time()
         for client_id in self.registry.expired(now_s):
@@ -390,11 +400,9 @@ class Server:
         for connection in list(self._connections):
             if now_s - connection.last_frame_s > _IDLE_S and not connection.parked:
                 connection.abort("it has sent nothing for two minutes")
-        self._sweeper = self.loop.call_later(_SWEEP_S, self._sweep)
 
     def _save_locks(self) -> None:
         self._worker.submit(self.try_quietly, partial(self.lock_list.save, self._is_remote))
-        self._lock_saver = self.loop.call_later(_LOCKS_S, self._save_locks)
 
     def _is_remote(self, group: str, client_id: str) -> bool:
         member = self.broker.members.get(client_id, group)
