@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, filterfalse
 from typing import TYPE_CHECKING, Any, Final
@@ -37,7 +38,7 @@ from mqstore.errors import ConnectionLostError, FormatError, MQStoreError, Store
 from mqstore.remote.dialing import address_of, dialed, is_ready, limited
 from mqstore.remote.gathering import Gathering
 from mqstore.remoting.codes import GO_AWAY
-from mqstore.remoting.frames import Frame, FrameReader, encode
+from mqstore.remoting.frames import ONE_WAY, Frame, FrameReader, encode
 from mqstore.remoting.signing import Signer
 from mqstore.signalsafe import Bell, Lock
 
@@ -52,6 +53,8 @@ Pack = Callable[[list[Any]], tuple[Frame, Answered]]
 """Function that makes one call of gathered ones."""
 
 _RECEIVE_BYTES: Final = 256 << 10
+_FRAME_BYTES_MAX: Final = 256 << 20
+"""Largest answer. A broker may send more than a client may send to us."""
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.1, 5.0
 _ATTEMPTS_MAX: Final = 4
 """Number of times that a call which may be repeated is sent."""
@@ -71,20 +74,18 @@ class _NotSentError(ConnectionResetError):
     """The line was lost before anything of the request was sent."""
 
 
+@dataclass(slots=True, eq=False)
 class _Waiting:
     """A call in flight: of a thread that waits for the bell, or parked."""
 
-    __slots__ = ("answer", "answered", "bell", "frame", "gathered", "refused", "repeat")
-
-    def __init__(self, frame: Frame, answered: Answered | None, repeat: bool, gathered: bool = False) -> None:
-        self.frame = frame
-        self.answered = answered
-        self.repeat = repeat
-        self.gathered = gathered
-        self.refused = False
-        """True if the server has stopped without a start of the call."""
-        self.bell = Bell()
-        self.answer: Frame | None = None
+    frame: Frame
+    answered: Answered | None
+    repeat: bool
+    gathered: bool = False
+    refused: bool = False
+    """True if the server has stopped without a start of the call."""
+    bell: Bell = field(default_factory=Bell)
+    answer: Frame | None = None
 
 
 class _Line:
@@ -93,7 +94,7 @@ class _Line:
     def __init__(self, connection: Connection, sock: Any) -> None:
         self._connection = connection
         self._socket = sock
-        self._reader = FrameReader(connection.frame_bytes)
+        self._reader = FrameReader(_FRAME_BYTES_MAX)
         self.turn = Lock()
         """Lock of the thread that reads."""
         self.is_read = False
@@ -313,7 +314,6 @@ class Connection(Gathering):
         ping: int = 31001,
         greet: Callable[[Callable[[Frame], Frame]], object] = lambda ask: None,
         requested: Callable[[Frame], object] = lambda frame: None,
-        frame_bytes: int = 256 << 20,
         dial: Callable[[], socket.socket] | None = None,
         sign: Signer | None = None,
         pack: Pack | None = None,
@@ -329,7 +329,6 @@ class Connection(Gathering):
         self.address = address
         self.listens = False
         """True if requests of the server are awaited, even when nothing is parked."""
-        self.frame_bytes = frame_bytes
         self.ping = ping
         self._dial = partial(dialed, address_of(address), timeout_s, tls) if dial is None else dial
         self._pause_max_s = _PAUSE_MAX_S if dial is None else _PAUSE_MIN_S  # `dial` waits for a server by itself
@@ -438,12 +437,12 @@ class Connection(Gathering):
             return None
         return None if found is None else handle.frame.opaque
 
-    def tell(self, code: int, body: bytes = b"", *, flag: int = 2, opaque: int = 0) -> None:
-        """Send a request or answer that nobody answers, if there is a line."""
+    def tell(self, code: int, body: bytes = b"") -> None:
+        """Send a request that nobody answers, if there is a line."""
         line = self.line
         if line is not None:
             with suppress(OSError):
-                line.tell(Frame(code, {}, body, flag=flag, opaque=opaque))
+                line.tell(Frame(code, {}, body, flag=ONE_WAY))
 
     def close(self) -> None:
         """End the connection. Calls that wait raise StoreClosedError. Parked calls are forgotten."""

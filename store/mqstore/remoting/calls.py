@@ -22,12 +22,11 @@ from mqstore.broker.admin.operations import Operations
 from mqstore.broker.redelivery.dead_letters import Replay
 from mqstore.contract import BrokerContract, Event, GroupConfig, Limits, NobodyAsked
 from mqstore.errors import ConfigError, FormatError, MQStoreError, NotPermittedError, ResultCode
-from mqstore.log.commitlog import QueueRef, SendReceipt
+from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
-from mqstore.log.reading.reader import GetResult
+from mqstore.log.reading.reader import GetResult, StoreReader
 from mqstore.log.recovery.report import Finding
 from mqstore.log.snapshot.copy import SnapshotReport
-from mqstore.log.stats import StoreStats
 from mqstore.log.writing.outgoing import key_words, no_such_option, user_properties
 from mqstore.options import Durability
 from mqstore.remoting.values import Codec, codec_of, dumps, loads
@@ -83,7 +82,7 @@ class SessionCalls(Protocol):
 
 
 class LogCalls(Protocol):
-    """Reads of the log, as `MessageStore` has them."""
+    """Reads of the log that differ from those of `StoreReader`. All others are as there."""
 
     def get(
         self,
@@ -96,30 +95,9 @@ class LogCalls(Protocol):
         tags: str | None = "*",
     ) -> GetResult: ...
 
-    def find(
-        self,
-        topic: str,
-        *,
-        key: str | None = None,
-        unique_key: str | None = None,
-        start_ms: int = 0,
-        stop_ms: int = 1 << 62,
-        limit: int = 32,
-    ) -> list[Message]: ...
-
-    def get_by_id(self, message_id: str) -> Message: ...
-
     def offsets(self, topic: str, queue_id: int) -> tuple[int, int]: ...
 
-    def topics(self) -> list[str]: ...
-
-    def offsets_or_none(self, topic: str, queue_id: int) -> tuple[int, int] | None: ...
-
     def offset_at(self, topic: str, queue_id: int, when: datetime) -> int: ...
-
-    def queues(self, topic: str) -> list[QueueRef]: ...
-
-    def stats(self) -> StoreStats: ...
 
     def verify(self) -> list[Finding]: ...
 
@@ -298,7 +276,8 @@ class Call:
         self.thread = thread
         """True if it waits for the disk whatever its arguments are."""
         self.table, _, self.method = name.rpartition(".")
-        self._function: Any = vars(TABLES[self.table]).get(self.method, _save_offsets)
+        declared: Any = vars(TABLES[self.table]).get(self.method)
+        self._function = declared or getattr(StoreReader, self.method, _save_offsets)
 
     @cached_property
     def _parameters(self) -> dict[str, inspect.Parameter]:

@@ -88,11 +88,6 @@ class Frame:
         """True for an answer."""
         return self.flag & RESPONSE != 0
 
-    @property
-    def is_one_way(self) -> bool:
-        """True if the sender waits for no answer, not even for an error."""
-        return self.flag & ONE_WAY != 0
-
 
 def encode(frame: Frame, body_bytes: int | None = None) -> bytes:
     """Return a frame as bytes, or with `body_bytes` everything before a body of that size, which the caller sends."""

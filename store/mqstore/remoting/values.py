@@ -152,7 +152,7 @@ def _write_message(message: Any, blobs: list[bytes]) -> Any:
     return [*whole.queue, message.offset, whole.tags_code, len(record)]
 
 
-def message_of(value: Any, blobs: Blobs, kind: type[Message] = Message) -> Message:
+def message_of(value: Any, blobs: Blobs) -> Message:
     """Return a message that was written."""
     topic, queue_id, offset, tags_code, size = _items(value, 5)
     record = blobs.take(size)
@@ -161,7 +161,7 @@ def message_of(value: Any, blobs: Blobs, kind: type[Message] = Message) -> Messa
     if len(record) < MIN_RECORD_BYTES or int.from_bytes(record[:4], "big") != len(record):
         raise _wrong(value, "a message with its record")
     unit = UNIT.pack(int.from_bytes(record[_PHYSICAL], "big", signed=True), len(record), tags_code)
-    return kind(UnitBatch(QueueRef(topic, queue_id), record, unit, offset), 0, offset)
+    return Message(UnitBatch(QueueRef(topic, queue_id), record, unit, offset), 0, offset)
 
 
 _STORED: Final = tuple[str, int, int, int, int, int, str, str | None]
