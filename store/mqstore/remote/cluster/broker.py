@@ -37,9 +37,8 @@ from mqstore.remote.cluster.links import Links
 from mqstore.remote.cluster.pops import Pops
 from mqstore.remote.cluster.reads import COMMIT_S
 from mqstore.remote.cluster.routes import fastjson
-from mqstore.remote.cluster.sends import Sends, Turns
+from mqstore.remote.cluster.sends import Sends, Transactions, Turns
 from mqstore.remote.cluster.tables import Groups, Locks, Members, Topics
-from mqstore.remote.cluster.transactions import Transactions
 from mqstore.remoting.codes import Code
 from mqstore.remoting.frames import Frame
 from mqstore.remoting.signing import Signer

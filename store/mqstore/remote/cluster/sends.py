@@ -1,25 +1,30 @@
-"""Messages into a cluster: choice of the queue, batches, delays (remoting-server, sections 7 and 13.4).
+"""Messages into a cluster: choice of the queue, batches, delays, half messages (remoting-server, 7, 10 and 13.4).
 
 A message that may be in any queue goes to another broker if its own cannot be reached. A message that was sent, but
 not answered, is not sent again: it would perhaps be stored twice.
+
+    prepare      a send with TRAN_MSG                   answered with the place of the half message
+    end          END_TRANSACTION to its broker
+    on_check     producer group in the heartbeat        a broker asks by CHECK_TRANSACTION_STATE, and `end` answers
 """
 
 from __future__ import annotations
 
 import base64
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, TypeVar, Unpack
+from typing import Any, Final, NamedTuple, TypeVar, Unpack
 
 from mqstore.broker.delay.route import routed_properties
 from mqstore.broker.pop.receipts import parse_recall_handle
 from mqstore.broker.selection import RoundRobin, group_queue
 from mqstore.broker.uniquekey import new_unique_key
 from mqstore.clock import Clock
-from mqstore.contract import SendOptions
+from mqstore.contract import NOT_ASKED, NobodyAsked, SendOptions, TransactionHandle
 from mqstore.errors import ConfigError, ConnectionLostError, InvalidMessageError, MQStoreError, NotPermittedError
-from mqstore.layout.properties import DELAY, TIMER_DELAY_MS, TIMER_DELIVER_MS, UNIQ_KEY
-from mqstore.layout.record import COMPRESSED, COMPRESSION_ZLIB
+from mqstore.layout.properties import DELAY, PGROUP, TIMER_DELAY_MS, TIMER_DELIVER_MS, TRAN_MSG, UNIQ_KEY
+from mqstore.layout.record import COMPRESSED, COMPRESSION_ZLIB, TRANSACTION_PREPARED
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.writing.outgoing import (
@@ -36,9 +41,9 @@ from mqstore.options import DEFAULT_DELAY_LEVELS, delay_table_ms, milliseconds
 from mqstore.remote.broker import RemoteContract
 from mqstore.remote.cluster.degrade import refuse
 from mqstore.remote.cluster.links import Links, checked, named
-from mqstore.remote.cluster.records import KEPT_FLAGS, STORED, batch_item, receipts, send_fields
+from mqstore.remote.cluster.records import KEPT_FLAGS, STORED, Receipt, batch_item, receipts, send_fields
 from mqstore.remote.cluster.routes import Place, RoutedTopic
-from mqstore.remote.cluster.tables import Topics
+from mqstore.remote.cluster.tables import Members, Topics
 from mqstore.remoting.codes import QUERY_NOT_FOUND, Code
 from mqstore.remoting.frames import Frame
 from mqstore.signalsafe import Future
@@ -46,12 +51,39 @@ from mqstore.signalsafe import Future
 _log = logging.getLogger("mqstore")
 
 Sent = TypeVar("Sent")
-Prepared = tuple[dict[str, str], int, int, bytes]
-"""Properties, flag, sysFlag and body of a message."""
 PRODUCER: Final = "mqstore"
 _BATCH_BYTES: Final = 4_000_000
 _DAY_MS: Final = 86_400_000
+Answer = Callable[[Message], "bool | NobodyAsked | None"]
+_OUTCOMES: Final[Mapping[str | bool | None, int]] = {
+    "commit": 8,
+    "rollback": 12,
+    "unknown": 0,
+    True: 8,
+    False: 12,
+    None: 0,
+}
+_NO_OFFSET: Final = -1
+_ENDED_KEPT: Final = 10_000
+_NOTED_S: Final = 60.0
+"""Time after an end in which a broker may ask although it knows: it notes ends some seconds later. An answer would
+commit the message twice."""
 _SYS_FLAGS: Final = {None: 0, "zlib": COMPRESSED | COMPRESSION_ZLIB}
+
+
+class Prepared(NamedTuple):
+    """Message as it is sent."""
+
+    properties: Mapping[str, str]
+    flag: int
+    sys_flag: int
+    body: bytes
+    born_ms: int
+    group: str = PRODUCER
+
+    def receipt(self, queue: QueueRef, answer: Frame) -> SendReceipt:
+        """Return the receipt in the answer to a send."""
+        return receipts(queue, answer, [self.properties[UNIQ_KEY]], self.born_ms)[0]
 
 
 class _Any(int):
@@ -84,53 +116,43 @@ class Sends(RemoteContract):
         self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
     ) -> SendReceipt:
         route = self.topics.for_send(topic)
-        return self.send_prepared(route, queue_id, options, self._prepared(route, body, options))[1]
+        prepared = self._prepared(route, body, options)
+        return self.send_prepared(route, queue_id, prepared, options.get("message_group"))[1]
 
     def send_prepared(
-        self,
-        route: RoutedTopic,
-        queue_id: int | None,
-        options: SendOptions,
-        prepared: Prepared,
-        group: str = PRODUCER,
-        born_ms: int | None = None,
+        self, route: RoutedTopic, queue_id: int | None, prepared: Prepared, message_group: object = None
     ) -> tuple[Frame, SendReceipt]:
         """Send one message. Return the answer, too."""
-        properties, flag, sys_flag, body = prepared
-        now_ms = self.clock.now_ms()
-        sent = properties, group, now_ms if born_ms is None else born_ms, flag, sys_flag
 
         def send(place: Place) -> Frame:
-            fields = self._send_fields(route, place, *sent)
-            return self._links.call(place.broker, Code.SEND_MESSAGE_V2, fields, body, ok=STORED, repeat=False)
+            fields, broker = self._send_fields(route, place, prepared), place.broker
+            return self._links.call(broker, Code.SEND_MESSAGE_V2, fields, prepared.body, ok=STORED, repeat=False)
 
-        number, answer = self._try(route, queue_id, options, send)
-        return answer, receipts(QueueRef(route.name, number), answer, [properties[UNIQ_KEY]], now_ms)[0]
+        number, answer = self._try(route, queue_id, message_group, send)
+        return answer, prepared.receipt(QueueRef(route.name, number), answer)
 
     def put_async(
         self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
     ) -> Future[SendReceipt]:
         route = self.topics.for_send(topic)
-        properties, flag, sys_flag, flat = self._prepared(route, body, options)
+        prepared = self._prepared(route, body, options)
         future: Future[SendReceipt] = Future()
         future.set_running_or_notify_cancel()
-        now_ms = self.clock.now_ms()
 
         def send(place: Place) -> None:
-            number = route.numbers[place[:2]]
+            queue = QueueRef(topic, route.numbers[place[:2]])
 
             def answered(answer: Frame | None) -> None:
                 try:
-                    good = checked(answer, f"broker {place.broker}", STORED)
-                    future.set_result(receipts(QueueRef(topic, number), good, [properties[UNIQ_KEY]], now_ms)[0])
+                    future.set_result(prepared.receipt(queue, checked(answer, f"broker {place.broker}", STORED)))
                 except MQStoreError as error:
                     future.set_exception(error)
 
-            fields = self._send_fields(route, place, properties, PRODUCER, now_ms, flag, sys_flag)
-            self._links.park(place.broker, Code.SEND_MESSAGE_V2, fields, answered, flat)
+            fields = self._send_fields(route, place, prepared)
+            self._links.park(place.broker, Code.SEND_MESSAGE_V2, fields, answered, prepared.body)
 
         try:
-            self._try(route, queue_id, options, send)
+            self._try(route, queue_id, options.get("message_group"), send)
         except MQStoreError as error:
             future.set_exception(error)
         return future
@@ -157,9 +179,9 @@ class Sends(RemoteContract):
             message = each if isinstance(each, OutgoingMessage) else OutgoingMessage(each)
             refuse_routing(message, topic)
             options = {name: getattr(message, name) for name in ("tag", "keys", "properties", "unique_key")}
-            properties, _, _, body = self._prepared(route, message.body, options)
-            items.append(batch_item(message, body, properties))
-            keys.append(properties[UNIQ_KEY])
+            prepared = self._prepared(route, message.body, options)
+            items.append(batch_item(message, prepared.body, prepared.properties))
+            keys.append(prepared.properties[UNIQ_KEY])
         try:
             while items:
                 size, stop = 0, 0
@@ -179,14 +201,14 @@ class Sends(RemoteContract):
             fields = send_fields(PRODUCER, route.name, *place[:2], {}, now_ms, batch=True)
             return self._links.call(place.broker, Code.SEND_BATCH_MESSAGE, fields, body, ok=STORED, repeat=False)
 
-        number, answer = self._try(route, queue_id, {}, send)
+        number, answer = self._try(route, queue_id, None, send)
         return receipts(QueueRef(route.name, number), answer, keys, now_ms)
 
     def _try(
-        self, route: RoutedTopic, queue_id: int | None, options: SendOptions, send: Callable[[Place], Sent]
+        self, route: RoutedTopic, queue_id: int | None, message_group: object, send: Callable[[Place], Sent]
     ) -> tuple[int, Sent]:
         """Send to a queue, or if any queue will do, to one of each broker until one is reached. Return its number."""
-        numbers = self._candidates(route, queue_id, options.get("message_group"))
+        numbers = self._candidates(route, queue_id, message_group)
         for number in numbers:
             try:
                 return number, send(route.places[number])
@@ -212,16 +234,8 @@ class Sends(RemoteContract):
         first.pop(route.places[queue_id].broker, None)
         return [int(queue_id), *first.values()]
 
-    def _send_fields(
-        self,
-        route: RoutedTopic,
-        place: Place,
-        properties: Mapping[str, str],
-        group: str,
-        born_ms: int,
-        flag: int,
-        sys_flag: int,
-    ) -> dict[str, Any]:
+    def _send_fields(self, route: RoutedTopic, place: Place, prepared: Prepared) -> dict[str, Any]:
+        properties, flag, sys_flag, _, born_ms, group = prepared
         if TIMER_DELIVER_MS in properties or TIMER_DELAY_MS in properties:
             properties = self._as_level(place.broker, properties, born_ms)
         return send_fields(group, route.name, *place[:2], properties, born_ms, flag=flag, sys_flag=sys_flag)
@@ -246,7 +260,7 @@ class Sends(RemoteContract):
         if options.get("durability") == "flush" and not self._has_warned:
             self._has_warned = True
             _log.warning("%s ignores durability='flush'; the brokers flush by their flushDiskType", self._links.name)
-        return properties, flag, _SYS_FLAGS[compressed], flat
+        return Prepared(properties, flag, _SYS_FLAGS[compressed], flat, now_ms)
 
     def _as_level(self, broker: str, properties: Mapping[str, str], now_ms: int) -> Mapping[str, str]:
         """Return the properties of a delayed message for a broker. Without a timer it has only levels."""
@@ -267,9 +281,10 @@ class Sends(RemoteContract):
 
     def copy(self, message: Message, topic: str, properties: Mapping[str, str]) -> None:
         """Send a stored message again, with these properties, to any queue of a topic."""
-        prepared = {UNIQ_KEY: message.unique_key, **properties}, message.flag, message.sys_flag & KEPT_FLAGS
-        body = bytes(message.body_view)
-        self.send_prepared(self.topics.require(topic), None, {}, (*prepared, body), born_ms=message.born_timestamp_ms)
+        properties = {UNIQ_KEY: message.unique_key, **properties}
+        flags = message.flag, message.sys_flag & KEPT_FLAGS
+        prepared = Prepared(properties, *flags, bytes(message.body_view), message.born_timestamp_ms)
+        self.send_prepared(self.topics.require(topic), None, prepared)
 
     # -- stored messages --------------------------------------------------------------------------------------------
 
@@ -303,3 +318,98 @@ class Sends(RemoteContract):
                 if each.unique_key == key if unique else key in each.keys:
                     found.append(each)
         return sorted(found, key=lambda message: -message.store_timestamp_ms)[:limit]
+
+
+class _Half(NamedTuple):
+    broker: str
+    handle: TransactionHandle
+    receipt: SendReceipt
+
+
+class Transactions:
+    """Half messages of one client (`contract.TransactionCalls`)."""
+
+    def __init__(self, links: Links, sends: Sends, members: Members) -> None:
+        self._links = links
+        self._sends = sends
+        self._members = members
+        self._open: dict[str, _Half] = {}
+        self._ended: dict[str, tuple[str | bool, float]] = {}
+        """Outcomes and times of the end, the oldest first."""
+        self._answers: dict[str, Answer] = {}
+
+    def prepare(
+        self, topic: str, body: Body, properties: Mapping[str, str], *, producer_group: str, **asked: Any
+    ) -> TransactionHandle:
+        """Store a half message (`TransactionCalls.prepare`). `asked` is some of queue_id, flag and sys_flag."""
+        route = self._sends.topics.for_send(topic)
+        marked = {**properties, TRAN_MSG: "true", PGROUP: producer_group}
+        flags = asked.get("flag", 0), asked.get("sys_flag", 0) | TRANSACTION_PREPARED
+        prepared = Prepared(marked, *flags, flat_body(body), self._sends.clock.now_ms(), producer_group)
+        answer, receipt = self._sends.send_prepared(route, asked.get("queue_id"), prepared)
+        key = marked[UNIQ_KEY]
+        offset = int(answer.fields["queueOffset"])
+        handle = TransactionHandle(key, topic, producer_group, offset, receipt.physical_offset)
+        self._open[key] = _Half(route.places[receipt.queue_id].broker, handle, receipt)
+        return handle
+
+    def end(
+        self, transaction: TransactionHandle | str, outcome: str, *, from_check: bool = False, **asked: object
+    ) -> SendReceipt | None:
+        """End a half message. The receipt of a commit has the address of the half message and the offset -1, since a
+        broker does not tell where the visible message is."""
+        key = transaction if isinstance(transaction, str) else transaction.transaction_id
+        if (half := self._open.get(key)) is None:
+            raise InvalidMessageError(f"unknown transaction {key[:150]!r}", "transaction_id")
+        self._end(half.broker, half.handle, outcome, from_check=from_check)
+        if outcome != "commit":
+            return None
+        queue, _, *more = half.receipt
+        return Receipt((queue, _NO_OFFSET, *more))  # type: ignore[arg-type]
+
+    def _end(self, broker: str, handle: TransactionHandle, outcome: str | bool | None, *, from_check: bool) -> None:
+        names = "producerGroup tranStateTableOffset commitLogOffset commitOrRollback fromTransactionCheck msgId"
+        key, _, group, offset, physical = handle
+        fields = {"transactionId": key} | named(
+            names, group, offset, physical, code := _OUTCOMES[outcome], from_check, key
+        )
+        self._links.call(broker, Code.END_TRANSACTION, fields)
+        if code:
+            self._open.pop(key, None)
+            self._ended[key] = outcome or False, time.monotonic()
+            while len(self._ended) > _ENDED_KEPT:
+                self._ended.pop(next(iter(self._ended)), None)
+
+    def on_check(self, producer_group: str | None, callback: Answer | None) -> None:
+        if producer_group is None:
+            return
+        if callback is None:
+            self._answers.pop(producer_group, None)
+            self._members.producers.discard(producer_group)
+        else:
+            self._answers[producer_group] = callback
+            self._members.producers.add(producer_group)
+            self._links.later(0, self._members.beat_producers)
+
+    def half_message(self, transaction: TransactionHandle) -> Message:
+        return self._links.record(self._open[transaction.transaction_id].broker, transaction.physical_offset)
+
+    def get(self, transaction_id: str) -> TransactionHandle | None:
+        half = self._open.get(transaction_id)
+        return None if half is None else half.handle
+
+    def answer(self, broker: str, frame: Frame) -> None:
+        """Answer a broker's question about a half message."""
+        [message] = self._links.messages(broker, frame.body)
+        group = message.stored_properties().get(PGROUP, "")
+        said: str | bool | NobodyAsked | None
+        if (ended := self._ended.get(message.unique_key)) is not None:
+            said = NOT_ASKED if time.monotonic() - ended[1] < _NOTED_S else ended[0]
+        else:
+            callback = self._answers.get(group)
+            said = NOT_ASKED if callback is None else callback(message)
+        if isinstance(said, NobodyAsked):
+            return
+        offset, physical = int(frame.fields["tranStateTableOffset"]), int(frame.fields["commitLogOffset"])
+        handle = TransactionHandle(message.unique_key, message.topic, group, offset, physical)
+        self._end(broker, handle, said, from_check=True)
