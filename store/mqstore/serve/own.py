@@ -17,10 +17,10 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
+from mqstore.broker.items.changes import _receipt
 from mqstore.broker.opening import CONFIG_CHECKS, findings
 from mqstore.contract import NOT_ASKED, DeadLetters, Event, NobodyAsked
 from mqstore.errors import ConfigError
-from mqstore.layout.hosts import encode_host
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.recovery.report import Finding
@@ -72,8 +72,6 @@ class _Session:
     """Locks at work."""
     groups: set[str] = field(default_factory=set)
     """Producer groups that it answers checks of."""
-    waits: dict[int, Call] = field(default_factory=dict)
-    """Parked calls by number."""
     receives: set[tuple[str, str, int]] = field(default_factory=set)
     """Group, topic and queue of its waits for a pop."""
 
@@ -142,7 +140,7 @@ class Own:
         session = self._sessions.pop(connection, None)
         if session is None:
             return
-        for call in list(session.waits.values()):
+        for call in [call for call in connection.parked if call.end is not None]:
             connection.forget(call)
         for group in session.groups:
             self._withdraw_checks(group)
@@ -307,17 +305,7 @@ class Own:
     def _put_again(self, given: Given) -> SendReceipt:
         """Put a message whose answer was lost, unless it is stored."""
         for message in self.broker.find(given["topic"], unique_key=given["unique_key"], limit=1):
-            return SendReceipt(
-                (
-                    message.queue,
-                    message.offset,
-                    message.physical_offset,
-                    message.size,
-                    message.store_timestamp_ms,
-                    encode_host(message.store_host),
-                    message.unique_key,
-                )
-            )
+            return _receipt(message)
         return self.broker.put(**given)
 
     def _pop(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
@@ -332,15 +320,13 @@ class Own:
             if found or left_ms <= 0 or not self.server.may_park(call.connection):
                 self._reply(call, spec, found)
                 return
-            where: Given = {
-                name: given[name] for name in ("group", "topic", "queue_id", "filter", "order") if name in given
-            }
-            self._park(
+            where = {name: given[name] for name in ("group", "topic", "queue_id", "filter", "order") if name in given}
+            self.server.park_until(
                 call,
                 partial(self.broker.add_pop_waiter, **where, timeout=left_ms / 1_000),
                 lambda _: self._pop_until(call, spec, given, until_ms),
                 partial(self._reply, call, spec, []),
-                where,
+                _turn(given),
             )
 
         self.do(call, spec, given, partial(self.broker.pop, **given), then)
@@ -351,51 +337,20 @@ class Own:
         if not self.server.may_park(call.connection):
             self.server.park_for(call, _BUSY_MS, partial(self._reply, call, spec, True))
             return
-        session.waits[call.frame.opaque] = call
-        if spec.name == "add_pop_waiter" and len(session.receives) < _WAITED_MAX:
-            session.receives.add((given["group"], given["topic"], given.get("queue_id", -1)))
-        self._park(
+        turn = _turn(given) if spec.name == "add_pop_waiter" else None
+        if turn is not None and len(session.receives) < _WAITED_MAX:
+            session.receives.add(turn)
+        self.server.park_until(
             call,
             partial(self._method(spec), **given),
             partial(self._reply, call, spec),
             partial(self._reply, call, spec, False),
-            given if spec.name == "add_pop_waiter" else None,
+            turn,
         )
 
-    def _park(
-        self,
-        call: Call,
-        add: Callable[..., Any],
-        then: Callable[[bool], object],
-        end: Callable[[], object],
-        popping: Given | None,
-    ) -> None:
-        """Park a call with a waiter of the engine. A wake-up that its client cannot use is passed on."""
-        resumed = False
-
-        def resume(worth: bool) -> None:
-            nonlocal resumed
-            resumed = True
-            self.server.resume(call, partial(then, worth))
-
-        def cancel() -> None:
-            self._forget(call)
-            if not resumed and not self.broker.remove_waiter(waiter) and popping is not None:
-                self.broker.wake_one(popping["group"], popping["topic"], popping.get("queue_id", -1))
-
-        try:
-            waiter = add(callback=lambda worth: self.server.post(partial(resume, worth)))
-        except BaseException:
-            self._forget(call)
-            raise
-        call.connection.park(call, cancel, end)
-
-    def _forget(self, call: Call) -> None:
-        if (session := self._sessions.get(call.connection)) is not None:
-            session.waits.pop(call.frame.opaque, None)
-
     def _withdraw(self, session: _Session, number: int, turn: tuple[str, str, int] | None = None) -> None:
-        if (waiting := session.waits.pop(number, None)) is not None:
+        parked = session.connection.parked
+        if (waiting := next((call for call in parked if call.frame.opaque == number), None)) is not None:
             session.connection.forget(waiting)
         elif turn is not None:  # its answer was on the way, and wakes nobody
             self.broker.wake_one(*turn)
@@ -444,6 +399,10 @@ class Own:
         if half is not None and answer is None:
             self._unknown.add(half.transaction_id)
         self._reply(call, spec, None)
+
+
+def _turn(given: Given) -> tuple[str, str, int]:
+    return given["group"], given["topic"], given.get("queue_id", -1)
 
 
 class _Letters:

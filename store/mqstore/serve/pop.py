@@ -100,22 +100,15 @@ def _wait(
     """Do `work(True)` once a pop may find a message, or `work(False)` at the deadline."""
     values = call.values
     queue = values["consumerGroup"], values["topic"]
-
-    def woken(worth: bool) -> None:
-        if call in call.connection.parked:
-            server.resume(call, lambda: work(worth))
-        elif worth:  # its client is gone, and the message wakes nobody else
-            server.broker.wake_one(*queue, values["queueId"])
-
-    waiter = server.broker.add_pop_waiter(
+    add = partial(
+        server.broker.add_pop_waiter,
         *queue,
-        lambda worth: server.post(partial(woken, worth)),  # in the thread that dispatches
         queue_id=values["queueId"],
         filter=only,
         order=values["order"],
         timeout=left_ms / 1000,
     )
-    call.connection.park(call, partial(server.broker.remove_waiter, waiter), end)
+    server.park_until(call, add, work, end, (*queue, values["queueId"]))
 
 
 def _deliver(server: Server, call: Call, found: Sequence[Delivery]) -> None:

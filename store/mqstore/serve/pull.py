@@ -92,17 +92,9 @@ def _wait(server: Server, call: Call, chosen: Filter | None, result: ReadResult,
     if left_ms <= 0:
         nothing()
         return
-
-    again = partial(server.resume, call, partial(_read, server, call, deadline_ms))
-    waiter = server.broker.add_waiter(
-        values["topic"],
-        values["queueId"],
-        values["queueOffset"],
-        lambda _: server.post(again),  # in the thread that dispatches
-        filter=chosen,
-        timeout=left_ms / 1000,
-    )
-    call.connection.park(call, partial(server.broker.remove_waiter, waiter), nothing)
+    queue = values["topic"], values["queueId"], values["queueOffset"]
+    add = partial(server.broker.add_waiter, *queue, filter=chosen, timeout=left_ms / 1000)
+    server.park_until(call, add, lambda _: _read(server, call, deadline_ms), nothing)
 
 
 def _wait_for_heartbeat(server: Server, call: Call, deadline_ms: int) -> None:

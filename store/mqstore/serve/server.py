@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from mqstore.broker.selection import RoundRobin
 from mqstore.broker.tables.locklist import LockList
@@ -528,6 +528,30 @@ class Server:
             return
         call.connection.park(call, lambda: None)
         done.add_done_callback(lambda _: self.post(partial(self.resume, call, lambda: answer(done.result()))))
+
+    def park_until(
+        self,
+        call: Call,
+        add: Callable[..., Any],
+        then: Callable[[bool], object],
+        end: Callable[[], object],
+        popping: tuple[str, str, int] | None = None,
+    ) -> None:
+        """Park a call until a waiter of the engine, which `add(callback=)` makes, calls back: then do `then(worth)`.
+        A wake-up for `popping` (group, topic, queue) that its client cannot use is passed on."""
+        resumed = False
+
+        def resume(worth: bool) -> None:
+            nonlocal resumed
+            resumed = True
+            self.resume(call, partial(then, worth))
+
+        def cancel() -> None:
+            if not resumed and not self.broker.remove_waiter(waiter) and popping is not None:
+                self.broker.wake_one(*popping)
+
+        waiter = add(callback=lambda worth: self.post(partial(resume, worth)))  # in the thread that dispatches
+        call.connection.park(call, cancel, end)
 
     def park_for(self, call: Call, pause_ms: int, answer: Callable[[], object]) -> None:
         """Call `answer` after a pause, unless the call is answered earlier or its client is gone."""
