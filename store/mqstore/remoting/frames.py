@@ -41,21 +41,9 @@ _PREFIX: Final = Struct(">iI")
 _HEAD: Final = Struct(">hbhii")
 _NAME: Final = Struct(">h")
 _LANGUAGES: Final = (
-    "JAVA",
-    "CPP",
-    "DOTNET",
-    "PYTHON",
-    "DELPHI",
-    "ERLANG",
-    "RUBY",
-    "OTHER",
-    "HTTP",
-    "GO",
-    "PHP",
-    "OMS",
-    "RUST",
-    "NODE_JS",
-)
+    "JAVA", "CPP", "DOTNET", "PYTHON", "DELPHI", "ERLANG", "RUBY", "OTHER",
+    "HTTP", "GO", "PHP", "OMS", "RUST", "NODE_JS",
+)  # fmt: skip
 _LANGUAGE_BYTES: Final = {name: value for value, name in enumerate(_LANGUAGES)}
 _OTHER: Final = _LANGUAGE_BYTES["OTHER"]
 _WIDE: Final = {code & 0xFFFF: code for code in (*range(200_050, 200_057), 200_151)}

@@ -27,7 +27,7 @@ from datetime import datetime, timedelta
 from enum import Enum
 from functools import cache
 from struct import Struct
-from types import MappingProxyType, NoneType, UnionType
+from types import NoneType, UnionType
 from typing import Any, Final, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from mqstore.broker.filters.filter import Filter, parse_filter
@@ -115,7 +115,12 @@ def _plain(*kinds: type) -> Codec:
             raise _wrong(value, " or ".join(kind.__name__ for kind in kinds))
         return value
 
-    return Codec(lambda value, _: value, read, lambda value: isinstance(value, kinds))
+    return _of(kinds, lambda value, _: value, read)
+
+
+def _of(kind: Any, write: Callable[[Any, list[bytes]], Any], read: Callable[[Any, Blobs], Any]) -> Codec:
+    """Return the codec of a class, of which its values are instances."""
+    return Codec(write, read, lambda value: isinstance(value, kind))
 
 
 def _read_float(value: Any, _: Blobs) -> float:
@@ -208,12 +213,8 @@ def _read_filter(value: Any, _: Blobs) -> Filter | None:
 
 _ANY = Codec(lambda value, _: value, lambda value, _: value, lambda value: True)
 _NONE = Codec(lambda value, _: None, lambda value, _: None, lambda value: value is None)
-_NUMBER = Codec(_write_float, _read_float, lambda value: isinstance(value, int | float | timedelta))
-_BYTES = Codec(
-    _write_bytes,
-    lambda value, blobs: blobs.take(value),
-    lambda value: isinstance(value, bytes | bytearray | memoryview),
-)
+_NUMBER = _of(int | float | timedelta, _write_float, _read_float)
+_BYTES = _of(bytes | bytearray | memoryview, _write_bytes, lambda value, blobs: blobs.take(value))
 _KNOWN: Final[Mapping[Any, Codec]] = {
     Any: _ANY,
     object: _ANY,
@@ -225,14 +226,10 @@ _KNOWN: Final[Mapping[Any, Codec]] = {
     Duration: _NUMBER,
     bytes: _BYTES,
     Body: _BYTES,
-    datetime: Codec(lambda value, _: value.isoformat(), _read_datetime, lambda value: isinstance(value, datetime)),
-    Message: Codec(_write_message, message_of, lambda value: isinstance(value, Message)),
-    SendReceipt: Codec(_write_receipt, _read_receipt, lambda value: isinstance(value, SendReceipt)),
-    RetryPolicy: Codec(
-        lambda value, _: [value._as_json(), value.max_attempts],
-        _read_policy,
-        lambda value: isinstance(value, RetryPolicy),
-    ),
+    datetime: _of(datetime, lambda value, _: value.isoformat(), _read_datetime),
+    Message: _of(Message, _write_message, message_of),
+    SendReceipt: _of(SendReceipt, _write_receipt, _read_receipt),
+    RetryPolicy: _of(RetryPolicy, lambda value, _: [value._as_json(), value.max_attempts], _read_policy),
     Filter: Codec(
         lambda value, _: [value.expression, value.kind], _read_filter, lambda value: hasattr(value, "expression")
     ),
@@ -286,7 +283,7 @@ def _one_of(value: Any, chosen: Iterable[Any]) -> Any:
 
 
 def _chosen(chosen: Sequence[Any]) -> Codec:
-    return Codec(lambda value, _: value, lambda value, _: _one_of(value, chosen), lambda value: isinstance(value, str))
+    return _of(str, lambda value, _: value, lambda value, _: _one_of(value, chosen))
 
 
 def _union(args: Sequence[Any]) -> Codec:
@@ -350,7 +347,7 @@ def _record(kind: type, hints: Mapping[Any, Any], make: Callable[..., Any]) -> C
         items = [codec.read(item, blobs) for codec, item in zip(codecs, _items(value, len(codecs)), strict=True)]
         return make(*items) if in_order else make(**dict(zip(names, items, strict=True)))
 
-    return Codec(write, read, lambda value: isinstance(value, kind))
+    return _of(kind, write, read)
 
 
 def _many(make: Callable[[list[Any]], Any], item: Codec) -> Codec:
@@ -379,4 +376,4 @@ def _mapping(key: Any, value: Any) -> Codec:
         pairs = (_items(pair, 2) for pair in _items(given))
         return {keys.read(each, blobs): values.read(of, blobs) for each, of in pairs}
 
-    return Codec(write, read, lambda given: isinstance(given, Mapping | MappingProxyType))
+    return _of(Mapping, write, read)

@@ -54,9 +54,12 @@ def at_once(query: Query) -> Handler:
 def in_thread(query: Query) -> Handler:
     """Return the handler of a request that takes long, or waits for the disk. `query` runs in a worker thread: it must
     not use the registry."""
-    return lambda server, call: server.do_in_thread(
-        call, lambda: _body(query(server, call)), lambda body: call.reply(body=body), long=True
-    )
+    return lambda server, call: answer_in_thread(server, call, lambda: query(server, call))
+
+
+def answer_in_thread(server: Server, call: Call, work: Callable[[], Any]) -> None:
+    """Answer with the body that `work` returns in a worker thread."""
+    server.do_in_thread(call, lambda: _body(work()), lambda body: call.reply(body=body), long=True)
 
 
 def _body(value: Any) -> bytes:

@@ -14,7 +14,7 @@ from mqstore.options import seconds
 from mqstore.remoting.codes import QUERY_NOT_FOUND, Code
 from mqstore.remoting.frames import VERSION
 from mqstore.remoting.shapes import dumps_tables, queue_key
-from mqstore.serve.admin import NO_VERSION, AdminError, at_once, in_thread
+from mqstore.serve.admin import NO_VERSION, AdminError, answer_in_thread, at_once, in_thread
 
 if TYPE_CHECKING:
     from mqstore.broker.admin.statistics import StatisticsSnapshot
@@ -137,7 +137,7 @@ def _consume_stats(server: Server, call: Call) -> None:
         topics = named or [topic for topic in asked if subscribed(group, topic)]
         return dumps_tables(_stats_of(server, group, topics, _statistics(server)))
 
-    server.do_in_thread(call, stats, lambda body: call.reply(body=body), long=True)
+    answer_in_thread(server, call, stats)
 
 
 def _stats_of(server: Server, group: str, topics: list[str], statistics: StatisticsSnapshot) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def _broker_consume_stats(server: Server, call: Call) -> None:
             }
         )
 
-    server.do_in_thread(call, stats, lambda body: call.reply(body=body), long=True)
+    answer_in_thread(server, call, stats)
 
 
 def _all_offsets(server: Server, call: Call) -> Any:

@@ -76,20 +76,9 @@ def send_fields(
     """Return the fields of SEND_MESSAGE_V2. `more` is some of sys_flag, flag, reconsume_times, batch and queues, the
     number for a topic that the broker creates. Raises InvalidMessageError for bad properties."""
     text = encode_properties(properties).decode()
-    numbers = (more.get(name, 0) for name in ("sys_flag", "flag", "reconsume_times"))
-    sys_flag, flag, reconsume_times = numbers
-    values = (
-        group,
-        topic,
-        DEFAULT_TOPIC,
-        more.get("queues", 4),
-        queue_id,
-        sys_flag,
-        born_ms,
-        flag,
-        text,
-        reconsume_times,
-    )
+    sys_flag, flag, reconsume_times = (more.get(name, 0) for name in ("sys_flag", "flag", "reconsume_times"))
+    queues = more.get("queues", 4)
+    values = group, topic, DEFAULT_TOPIC, queues, queue_id, sys_flag, born_ms, flag, text, reconsume_times
     return {**dict(zip("abcdefghij", values, strict=True)), "k": False, "m": more.get("batch", False), "n": broker}
 
 
