@@ -112,13 +112,6 @@ def test_answers_may_come_in_any_order() -> None:
         assert not held.is_set()
 
 
-def test_parked_call_is_called_back() -> None:
-    found: list[bytes] = []
-    with connected(echo) as (_, connection):
-        connection.park(ECHO, lambda answer: found.append(answer.body if answer else b""), b"a")
-        until(lambda: found == [b"a"])
-
-
 def test_withdrawn_call_is_not_called_back() -> None:
     found: list[object] = []
     with connected(lambda line, frame: None if frame.body else Frame(0)) as (_, connection):

@@ -76,6 +76,18 @@ def serving(store: Store, **options: Any) -> Iterator[tuple[str, int]]:
         loop.close()
 
 
+def resident_bytes() -> int:
+    """Return the memory of this process, or 0 where the system does not tell."""
+    pages = Path("/proc/self/statm")
+    return int(pages.read_text().split()[1]) * 4096 if pages.exists() else 0
+
+
+def notice(directory: Path) -> dict[str, Any]:
+    """Return what a server says about itself in serve.json."""
+    value: dict[str, Any] = json.loads((directory / "serve.json").read_text())
+    return value
+
+
 def address(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.rpartition(":")
     return host, int(port)
@@ -190,6 +202,8 @@ __all__ = [
     "Client",
     "Limits",
     "address",
+    "notice",
+    "resident_bytes",
     "serving",
     "started",
     "started_line",

@@ -28,7 +28,7 @@ from mqstore.remoting.codes import Code
 from mqstore.remoting.frames import Frame, encode
 from mqstore.serve import Limits, Server
 from tests.children import in_child
-from tests.serve.support import ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, Client, serving, started
+from tests.serve.support import ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, Client, resident_bytes, serving, started
 from tests.smalldisk import small_disk
 from tests.waiting import until
 
@@ -216,10 +216,6 @@ def test_random_frames_harm_nobody(
     assert not list(store.verify())
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 if Path("/proc/self/statm").exists() else 0
-
-
 def test_half_of_a_surrogate_pair_harms_nobody(store: Store) -> None:
     """One producer group with such a name failed every list of producers."""
     body = json.dumps({"clientID": "c", "producerDataSet": [{"groupName": "\ud800"}]}).encode()
@@ -231,7 +227,7 @@ def test_half_of_a_surrogate_pair_harms_nobody(store: Store) -> None:
 # -- clients that vanish, or do not read ------------------------------------------------------------------------------
 
 
-def test_client_that_reads_a_byte_at_a_time_is_disconnected(store: Store) -> None:
+def test_client_that_reads_a_byte_at_a_time_is_disconnected(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     store.put("orders", bytes(1 << 20), queue_id=0)
     texts = {name: str(value) for name, value in PULL_ORDERS.items()}
     with serving(store, limits=Limits(stalled_s=0.3)) as there, Client(there) as slow, Client(there) as other:
@@ -242,6 +238,7 @@ def test_client_that_reads_a_byte_at_a_time_is_disconnected(store: Store) -> Non
                 slow.socket.sendall(b"\0")
                 assert other.ask(ROUTE, {"topic": "orders"}).code == 0
                 time.sleep(0.02)
+    assert "it reads no answers" in caplog.text
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="the system's own time for it is hours")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -13,7 +12,6 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,17 +27,12 @@ from tests.serve.support import (
     SEND,
     Client,
     address,
+    notice,
     serving,
     started,
     started_line,
 )
 from tests.tools.support import environment, process
-
-
-def notice(directory: Path) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads((directory / "serve.json").read_text())
-    return value
-
 
 # -- sockets of a service manager -------------------------------------------------------------------------------------
 
@@ -185,7 +178,7 @@ def test_client_that_comes_at_the_last_moment_is_served(store: Store) -> None:
             with Client(path) as late:  # in the backlog, since the loop does not run
                 server._end_if_idle()
                 assert not server.ended.is_set()
-                assert json.loads((store.path / "serve.json").read_text())["endpoints"] == [f"unix:{path}"]
+                assert notice(store.path)["endpoints"] == [f"unix:{path}"]
                 with Client(path) as next_one:
                     for client in (late, next_one):
                         assert (await asyncio.to_thread(client.ask, ROUTE, {"topic": "orders"})).code == 0

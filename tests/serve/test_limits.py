@@ -18,15 +18,11 @@ from mqstore import Store, StoreConfig
 from mqstore.files.filesystem import FileSystem
 from mqstore.remoting.frames import Frame, encode
 from mqstore.serve import listening
-from tests.serve.support import ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, Client, Limits, serving
+from tests.serve.support import ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, Client, Limits, resident_bytes, serving
 from tests.waiting import is_readable
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
+@pytest.mark.skipif(not resident_bytes(), reason="resident memory is read from /proc")
 def test_client_that_reads_no_answers_fills_no_memory(store: Store) -> None:
     """One received block can hold a thousand requests. It is not enough to receive no more."""
     store.put("orders", bytes(1 << 18), queue_id=0)
@@ -56,20 +52,6 @@ def test_requests_of_a_client_that_reads_no_answers_are_not_received(store: Stor
                 sent += slow.socket.send(block)
         assert sent < 64 << 20  # the sockets' own buffers are a few MiB
         assert other.ask(ROUTE, {"topic": "orders"}).code == 0
-
-
-def test_client_that_reads_nothing_for_a_time_is_disconnected(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    store.put("orders", bytes(1 << 20), queue_id=0)
-    texts = {name: str(value) for name, value in PULL_ORDERS.items()}
-    block = encode(Frame(PULL, texts, binary=True)) * 64
-    with serving(store, limits=Limits(stalled_s=0.2)) as address, Client(address) as slow, Client(address) as other:
-        slow.socket.sendall(block)
-        with pytest.raises(ConnectionError):  # noqa: PT012
-            while True:
-                time.sleep(0.01)
-                slow.socket.send(b"\0")
-        assert other.ask(ROUTE, {"topic": "orders"}).code == 0
-    assert "it reads no answers" in caplog.text
 
 
 def test_header_above_the_limit_closes_its_connection(store: Store) -> None:
@@ -227,18 +209,6 @@ def test_client_that_leaves_ends_its_waiting_pulls(store: Store) -> None:
             client.ask(ROUTE, {"topic": "orders"})
             store.put("orders", b"here", queue_id=0)
             assert [client.answer(pull).code for pull in waiting] == [0, 0]
-
-
-def test_stopping_server_answers_what_waits(store: Store) -> None:
-    with serving(store) as address:
-        client = Client(address)
-        pull = client.send(PULL, PULL_ORDERS | {"sysFlag": 6, "suspendTimeoutMillis": 60_000})
-        client.ask(ROUTE, {"topic": "orders"})
-    with client:
-        assert client.answer(pull).code == 19
-        with pytest.raises(ConnectionError):
-            client.receive()
-    store.put("orders", b"the store is still open")
 
 
 def test_stopping_server_answers_sends_that_wait_for_the_disk(tmp_path: Path) -> None:

@@ -14,12 +14,7 @@ import pytest
 
 from mqstore import Store
 from mqstore.errors import ConfigError
-from tests.serve.support import ORDERS, ROUTE, SEND, Client, serving, started, started_line
-
-
-def notice(directory: Path) -> dict[str, object]:
-    value: dict[str, object] = json.loads((directory / "serve.json").read_text())
-    return value
+from tests.serve.support import ORDERS, ROUTE, SEND, Client, notice, serving, started, started_line
 
 
 def test_unix_socket_is_for_its_user_and_named_in_routes(store: Store) -> None:
@@ -77,7 +72,6 @@ def test_path_that_no_socket_can_have_is_refused(store: Store) -> None:
 def test_every_address_is_served_and_routes_name_the_one_used(store: Store) -> None:
     with serving(store, listen=[("127.0.0.1", 0), ("127.0.0.1", 0)]):
         endpoints = notice(store.path)["endpoints"]
-        assert isinstance(endpoints, list)
         assert len(set(endpoints)) == 2
         for endpoint in endpoints:
             host, _, port = endpoint.rpartition(":")
@@ -105,6 +99,6 @@ def test_ready_line_names_every_endpoint(tmp_path: Path) -> None:
     listen = ["--listen", "127.0.0.1:0", "--listen", "127.0.0.1:0", "--unix", tmp_path / "here.sock"]
     with started_line(tmp_path / "mq", *listen) as (_, line):
         remoting, unix = line.split()[1:]
-        endpoints = json.loads((tmp_path / "mq" / "serve.json").read_text())["endpoints"]
+        endpoints = notice(tmp_path / "mq")["endpoints"]
         assert [remoting, unix] == ["remoting=" + ",".join(endpoints[:2]), f"unix={tmp_path / 'here.sock'}"]
         assert endpoints[2] == f"unix:{tmp_path / 'here.sock'}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -217,30 +216,3 @@ def test_short_request_without_its_fields_is_refused(remote: RemoteBroker, code:
     answer = remote._connection.call(code, b"\xff" * 9, fields={"topic": "orders", "queueId": "x"})
     assert answer.code in (13, 29) or code == 31051
     assert remote._call("session.ping", (), {}) is None
-
-
-# -- calls in flight --------------------------------------------------------------------------------------------------
-
-
-def test_puts_in_flight_are_stored_in_order_though_others_wait(remote: RemoteBroker, store: Store) -> None:
-    """A parked wait is not answered for long. Puts must not wait for it, nor for a put that is never sent."""
-    store.broker.topics.create("orders", queues=1)
-    waiter = remote.add_waiter("orders", 0, 10_000, lambda worth: None, timeout=300)
-    for count in (1, 3, 500):
-        receipts = [remote.put_async("orders", b"x" * 100, queue_id=0) for _ in range(count)]
-        offsets = [receipt.result(60).offset for receipt in receipts]
-        assert offsets == list(range(offsets[0], offsets[0] + count))
-    assert remote.remove_waiter(waiter)
-
-
-def test_puts_of_several_threads_are_all_answered(remote: RemoteBroker, store: Store) -> None:
-    store.broker.topics.create("orders", queues=1)
-
-    def put(number: int) -> list[int]:
-        if number % 2:
-            return [remote.put("orders", b"x", queue_id=0).offset for _ in range(100)]
-        return [receipt.result(60).offset for receipt in [remote.put_async("orders", b"x") for _ in range(100)]]
-
-    with ThreadPoolExecutor(6) as pool:
-        found = [offset for offsets in pool.map(put, range(6)) for offset in offsets]
-    assert sorted(found) == list(range(600))
