@@ -52,7 +52,7 @@ MECHANISMS = (
 
 GUIDES = (
     *("asyncio", "coming-from", "consumer-options", "debugging", "delivery", "logging", "producers", "pull-consumer"),
-    *("push-consumer", "queue", "simple-consumer", "small-disks", "testing", "tutorial", "web-services"),
+    *("push-consumer", "queue", "simple-consumer", "small-disks", "testing", "tutorial"),
     *("processes", "job-programs"),
 )
 
