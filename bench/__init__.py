@@ -6,7 +6,7 @@
     sides.py, rates.py      what mqstore does in several of them; messages at a given rate
     peers.py, servers.py    what others do: Python libraries; Redis and the Java store
     harness.py, goals.py    how the sides of a question take turns; answers beside their goals
-    conftest.py, report.py  options and the table at the end of a run; a saved run as Markdown with plots
+    conftest.py, report.py  options and the table at the end of a run; a saved run as Markdown
 
 docs/benchmarks.md explains how to run, compare and read them.
 """

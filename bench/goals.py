@@ -38,15 +38,9 @@ class Answer:
     @property
     def met(self) -> bool | None:
         """Return True if the goal is reached, and None without a goal or a value."""
-        reached = self.gain(self.goal)
-        return None if reached is None else reached >= 1
-
-    def gain(self, other: float | None, value: float | None = None) -> float | None:
-        """Return how many times as good `value` (default: this answer's) is as `other`; None if either is missing."""
-        value = self.value if value is None else value
-        if not value or not other:
+        if not self.value or not self.goal:
             return None
-        return value / other if UNITS[self.unit] else other / value
+        return self.value >= self.goal if UNITS[self.unit] else self.value <= self.goal
 
     def cells(self) -> tuple[str, ...]:
         """Return the texts of a row, under `HEADINGS`."""

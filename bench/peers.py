@@ -11,8 +11,7 @@ persist-queue   SQLiteAckQueue.get and ack of each, a transaction either
 litequeue       LiteQueue.pop and done of each, a transaction either
 localqueue      SimpleQueue.get and ack of each, in its relaxed mode, which does not wait for the disk
 diskcache       Deque.popleft of each: nothing is acknowledged, so a crash loses popped items
-queue.Queue     put, or get and task_done: an upper bound, since it keeps everything in memory
-O_DSYNC         pwrite of as many bytes as a record has, one after the other. Into blocks that were written before it
+O_DSYNC         pwrite of as many bytes as a record has, one after the other, into blocks that were written before: it
                 needs no journal, which is the best that a disk can do for a log
 crc32c          the checksum over a mapped log in the page cache: one call a segment, or one a record
 """
@@ -29,7 +28,6 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from queue import Queue
 from typing import Any, Literal
 
 from crc32c import crc32c
@@ -98,18 +96,6 @@ def sqlite(directory: Path, *, synchronous: str) -> Iterator[Opened]:
             return body
 
         yield lambda body: execute("INSERT INTO job (body) VALUES (?)", (body,)), take
-
-
-@contextmanager
-def in_memory(directory: Path) -> Iterator[Opened]:
-    queue: Queue[bytes] = Queue()
-
-    def take() -> bytes:
-        body = queue.get()
-        queue.task_done()
-        return body
-
-    yield queue.put, take
 
 
 @contextmanager
@@ -201,15 +187,12 @@ def lmdb(directory: Path, load: Load, *, work: Literal["putmulti", "cursor"]) ->
 
 
 @contextmanager
-def dsync(directory: Path, load: Load, *, blocks: Literal["written", "allocated", "none"]) -> Iterator[Work]:
+def dsync(directory: Path, load: Load) -> Iterator[Work]:
     size, count = load.record_bytes, len(load.bodies(_DSYNC))
     record = load.bodies()[0].ljust(size, b"\1")[:size]
     descriptor = os.open(directory / "log", os.O_RDWR | os.O_CREAT | os.O_DSYNC, 0o600)
     try:
-        if blocks == "written":
-            os.pwrite(descriptor, bytes(count * size), 0)
-        elif blocks == "allocated" and hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(descriptor, 0, count * size)
+        os.pwrite(descriptor, bytes(count * size), 0)
 
         def work() -> int:
             for position in range(0, count * size, size):
@@ -265,25 +248,20 @@ def _take(name: str, open_queue: Open, share: float, *modules: str) -> Side:
     return Side(name, partial(takes, open_queue=open_queue, share=share), needs_modules(*modules))
 
 
-_normal, _full = partial(sqlite, synchronous="NORMAL"), partial(sqlite, synchronous="FULL")
+_normal = partial(sqlite, synchronous="NORMAL")
 
 QUEUELIB = _put("queuelib FifoDiskQueue", queuelib, 1, "queuelib")
 SQLITE = _put("SQLite WAL, synchronous=off", partial(sqlite, synchronous="OFF"), _SQLITE)
 SQLITE_PUT = _put("SQLite table, NORMAL", _normal, _SQLITE)
-SQLITE_PUT_FULL = _put("SQLite table, FULL", _full, _SQLITE)
+SQLITE_PUT_FULL = _put("SQLite table, FULL", partial(sqlite, synchronous="FULL"), _SQLITE)
 SQLITE_GET = replace(_take("SQLite table, NORMAL", _normal, _SQLITE), missing=_sqlite_missing)
-SQLITE_GET_FULL = replace(_take("SQLite table, FULL", _full, _SQLITE), missing=_sqlite_missing)
-MEMORY_PUT = _put("queue.Queue in memory", in_memory, 1)
-MEMORY_GET = _take("queue.Queue in memory", in_memory, 1)
 SQLITE_ACK_QUEUE = _take("persist-queue SQLiteAckQueue", persist_queue, _ACK_QUEUE, "persistqueue")
 LITEQUEUE = _take("litequeue", litequeue, _ACK_QUEUE, "litequeue")
 LOCALQUEUE = _take("localqueue", localqueue, _ACK_QUEUE, "localqueue")
 DISKCACHE_DEQUE = _take("diskcache Deque", diskcache, _ACK_QUEUE, "diskcache")
 LMDB_PUTMULTI = Side("LMDB putmulti, 1000 a transaction", partial(lmdb, work="putmulti"), needs_modules("lmdb"))
 LMDB_CURSOR = Side("LMDB cursor", partial(lmdb, work="cursor"), needs_modules("lmdb"))
-DSYNC = Side("bare pwrite O_DSYNC", partial(dsync, blocks="written"))
-DSYNC_ALLOCATED = Side("the same, blocks only allocated", partial(dsync, blocks="allocated"))
-DSYNC_APPENDING = Side("the same, file grows", partial(dsync, blocks="none"))
+DSYNC = Side("bare pwrite O_DSYNC", dsync)
 
 # persist-queue warns by the root logger whenever it opens; the report is no place for that.
 logging.getLogger("persistqueue").setLevel(logging.ERROR)

@@ -10,17 +10,17 @@ import statistics
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import mqstore
 from bench.harness import scratch
-from bench.sides import run_together
 
 SECONDS = 3
 TOPIC = "bench"
 _PATIENCE_S = 120
+_BODY_BYTES = 128
 _DUE_NS = struct.Struct("<q")
 """Begin of each body: the time at which it is due to be put, in ns of `perf_counter_ns`."""
 
@@ -50,10 +50,8 @@ class Case:
     """Messages at one rate."""
 
     rate: int
-    """Messages a second, of all threads together."""
-    threads: int = 1
+    """Messages a second."""
     queues: int = 4
-    body_bytes: int = 128
 
     def run(self, receiver: Receiver, share: float) -> tuple[list[float], float, float]:
         """Run one round in a new store, with a receiver that waits for the messages.
@@ -61,7 +59,7 @@ class Case:
         Returns the latencies in ms, how late puts began in the median, in ms, and the share of the rate at which
         messages were handled.
         """
-        messages = max(self.threads, int(self.rate * SECONDS * share))
+        messages = max(1, int(self.rate * SECONDS * share))
         arrivals = Arrivals(messages)
         with scratch() as directory, mqstore.open(directory / "store") as store:
             store.create_topic(TOPIC, queues=self.queues)
@@ -78,17 +76,13 @@ class Case:
     def produce(self, put: Put, messages: int) -> tuple[int, list[float]]:
         """Put each message when it is due. Returns when the first was, in ns, and how late each was, in ms."""
         interval_ns = 1_000_000_000 / self.rate
-        padding = bytes(self.body_bytes - _DUE_NS.size)
+        padding = bytes(_BODY_BYTES - _DUE_NS.size)
         late_ms: list[float] = []
         begin_ns = time.perf_counter_ns() + 20_000_000
-
-        def produce(numbers: Sequence[int]) -> None:
-            for number in numbers:
-                due_ns = begin_ns + int(number * interval_ns)
-                while (left_ns := due_ns - time.perf_counter_ns()) > 0:
-                    time.sleep(left_ns / 1e9)
-                late_ms.append(-left_ns / 1e6)
-                put(_DUE_NS.pack(due_ns) + padding)
-
-        run_together(produce, [range(first, messages, self.threads) for first in range(self.threads)])
+        for number in range(messages):
+            due_ns = begin_ns + int(number * interval_ns)
+            while (left_ns := due_ns - time.perf_counter_ns()) > 0:
+                time.sleep(left_ns / 1e9)
+            late_ms.append(-left_ns / 1e6)
+            put(_DUE_NS.pack(due_ns) + padding)
         return begin_ns, late_ms

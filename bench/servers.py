@@ -1,7 +1,6 @@
 """Peers that are programs of their own: Redis, and Apache RocketMQ's store in its JVM.
 
-Redis       a stream in a server of its own, on a Unix socket, append-only file: XADD of one field; XREADGROUP of one
-            message and XACK. appendfsync everysec, or always: each command is on disk when it returns
+Redis       a server of its own, on a Unix socket, with an append-only file that is synced each second
 RocketMQ    `DefaultMessageStore.putMessage` in a loop within the JVM (`JavaStore.java`): one thread, a tag, two keys
 """
 
@@ -14,16 +13,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from bench.harness import Load, Side, Work, needs_modules
-from bench.peers import Opened, puts, takes
 from mqstore.spark.sessions import find_java
 
-_SHARE = {"everysec": 0.05, "always": 0.2}
-"""Share of the messages of a round, since a round trip to a server takes a hundred times as long as a put."""
 _WARM_UP = 2.5
 """Messages that the JVM puts before anything is timed, as a multiple of the timed ones. After half a million a put
 takes half of the CPU time that it takes after a hundred thousand."""
@@ -31,7 +26,7 @@ _PATIENCE_S = 60
 
 
 @contextmanager
-def redis_client(directory: Path, *, fsync: Literal["everysec", "always"] = "everysec") -> Iterator[Any]:
+def redis_client(directory: Path) -> Iterator[Any]:
     """Start a server, and yield a client of it."""
     import redis
 
@@ -39,7 +34,7 @@ def redis_client(directory: Path, *, fsync: Literal["everysec", "always"] = "eve
     with tempfile.TemporaryDirectory(prefix="redis-") as folder:
         socket = f"{folder}/socket"
         command = ["redis-server", "--port", "0", "--unixsocket", socket, "--dir", str(directory), "--save", ""]
-        command += ["--appendonly", "yes", "--appendfsync", fsync]
+        command += ["--appendonly", "yes", "--appendfsync", "everysec"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
         try:
             with closing(redis.Redis(unix_socket_path=socket)) as client:
@@ -56,20 +51,6 @@ def redis_client(directory: Path, *, fsync: Literal["everysec", "always"] = "eve
         finally:
             process.terminate()
             process.wait()
-
-
-@contextmanager
-def redis_stream(directory: Path, *, fsync: Literal["everysec", "always"]) -> Iterator[Opened]:
-    with redis_client(directory, fsync=fsync) as client:
-        client.xgroup_create("bench", "group", id="0", mkstream=True)
-
-        def take() -> Any:
-            found: Any = client.xreadgroup("group", "consumer", {"bench": ">"}, count=1)
-            [[_, [(number, fields)]]] = found
-            client.xack("bench", "group", number)
-            return fields[b"body"]
-
-        yield lambda body: client.xadd("bench", {"body": body}), take
 
 
 def redis_missing() -> str | None:
@@ -139,12 +120,4 @@ def java_put(directory: Path, load: Load) -> Iterator[Work]:
             stdout.close()
 
 
-def _redis(name: str, prepare: Any, fsync: Literal["everysec", "always"]) -> Side:
-    stream = partial(redis_stream, fsync=fsync)
-    return Side(f"Redis {name}, {fsync}", partial(prepare, open_queue=stream, share=_SHARE[fsync]), redis_missing)
-
-
-REDIS_ADD, REDIS_ADD_ALWAYS = _redis("XADD", puts, "everysec"), _redis("XADD", puts, "always")
-REDIS_GET = _redis("XREADGROUP and XACK", takes, "everysec")
-REDIS_GET_ALWAYS = _redis("XREADGROUP and XACK", takes, "always")
 JAVA_PUT = Side("RocketMQ putMessage", java_put, _java_missing)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -71,13 +70,3 @@ def read(directory: Path, load: Load, *, batch: int) -> Iterator[Work]:
 
 
 READ = Side("mqstore read, 1000 at a time", partial(read, batch=1000))
-
-
-def run_together(run: Callable[[Any], object], parts: Sequence[Sequence[Any]]) -> int:
-    """Run each part in a thread, a single one in this thread. Returns the number of items, raises what they raise."""
-    if len(parts) == 1:
-        run(parts[0])
-    else:
-        with ThreadPoolExecutor(len(parts)) as pool:
-            list(pool.map(run, parts))
-    return sum(map(len, parts))

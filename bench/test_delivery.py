@@ -18,7 +18,7 @@ from typing import Any, Literal
 import pytest
 
 import mqstore.aio
-from bench import peers, servers
+from bench import peers
 from bench.harness import Ask, Load, Side, Work, each
 from bench.peers import BATCH
 from bench.sides import PUT, READ, filled
@@ -40,11 +40,10 @@ def queue_get(
     *,
     ordered: bool = False,
     delayed: Literal["no", "before", "now"] = "no",
-    durability: Literal["append", "flush"] = "append",
 ) -> Iterator[Work]:
     """Get and acknowledge. The same number of other messages may be delayed by an hour. The timer has stored those from
     "before" in their slots, and does so "now" while items are taken."""
-    with mqstore.open(directory / "store", durability=durability) as store:
+    with mqstore.open(directory / "store") as store:
         queue = store.queue(load.topic, ordered=ordered)
 
         def delay() -> None:
@@ -103,7 +102,7 @@ QUEUE_ALL = Side("mqstore Queue, put and get", partial(queue_all, priorities=0))
 
 def test_queue_put(ask: Ask) -> None:
     """`queue.put`, one item at a time."""
-    beside = {PUT: 0.667, peers.QUEUELIB: None, peers.SQLITE_PUT: None, peers.MEMORY_PUT: None}
+    beside = {PUT: 0.667, peers.QUEUELIB: None, peers.SQLITE_PUT: None}
     ask(Side("mqstore Queue", queue_put), Load(128, 100_000), beside)
 
 
@@ -123,16 +122,8 @@ def test_queue_get(ask: Ask, body: int) -> None:
         peers.LOCALQUEUE: 5,
         peers.DISKCACHE_DEQUE: 20,
         peers.SQLITE_GET: None,
-        servers.REDIS_GET: None,
-        peers.MEMORY_GET: None,
     }
     ask(QUEUE_GET, Load(body, 20_000), beside)
-
-
-def test_queue_flush(ask: Ask) -> None:
-    """The same with durability "flush"."""
-    ours = Side("mqstore Queue, flush", partial(queue_get, durability="flush"))
-    ask(ours, Load(128, 3000), {peers.SQLITE_GET_FULL: None, servers.REDIS_GET_ALWAYS: None}, sync_first=True)
 
 
 @CPU

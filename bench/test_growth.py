@@ -6,7 +6,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -65,14 +65,6 @@ def use(directory: Path, load: Load, *, fill: Fill, part: float) -> Iterator[Wor
         yield each(range(min(_PROBES, load.messages)), probe)
 
 
-@contextmanager
-def reopen(directory: Path, load: Load, *, fill: Fill, part: float) -> Iterator[Work]:
-    with mqstore.open(directory / "store") as store:
-        fill(store, round(load.messages * part))
-    with ExitStack() as stack:
-        yield lambda: (stack.enter_context(mqstore.open(directory / "store")), 1)[1]
-
-
 AXES = [
     (messages, 1_000_000, 0.01),
     (queues, 500, 0.02),
@@ -80,22 +72,14 @@ AXES = [
     (in_flight, 100_000, 0),
     (delayed, 100_000, 0),
 ]
-ALONG = pytest.mark.parametrize(("fill", "size", "part"), [pytest.param(*axis, id=axis[0].__name__) for axis in AXES])
 
 
 @pytest.mark.benchmark(timer=time.process_time)
-@ALONG
+@pytest.mark.parametrize(("fill", "size", "part"), [pytest.param(*axis, id=axis[0].__name__) for axis in AXES])
 def test_growth(ask: Ask, fill: Fill, size: int, part: float) -> None:
     """The time of put, get and ack in a store that holds much."""
     few = Side(f"{size * part:,.0f} of them", partial(use, fill=fill, part=part))
     ask(Side(f"{size:,}", partial(use, fill=fill, part=1)), Load(128, size), {few: 1.5}, by="time")
-
-
-@ALONG
-def test_growth_open(ask: Ask, fill: Fill, size: int, part: float) -> None:
-    """The time of opening a store that holds much."""
-    few = Side(f"{size * part:,.0f} of them", partial(reopen, fill=fill, part=part))
-    ask(Side(f"{size:,}", partial(reopen, fill=fill, part=1)), Load(128, size), {few: None}, by="time", unit="calls")
 
 
 def hold(path: Path, size: int) -> float:

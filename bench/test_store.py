@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,7 @@ import mqstore
 from bench import peers, servers
 from bench.harness import Ask, Load, Side, Work, each
 from bench.peers import BATCH
-from bench.sides import PUT, READ, fill, filled, outgoing, put, read, run_together
-from mqstore import jobs
+from bench.sides import PUT, READ, fill, filled, outgoing, put, read
 from mqstore.broker.router import SendOptions
 
 BODIES = pytest.mark.parametrize("body", [128, 1024])
@@ -29,8 +28,7 @@ TAG_AND_KEYS = SendOptions(tag="paid", keys=["o-7", "c-9"])
 @BODIES
 def test_put(ask: Ask, body: int) -> None:
     """`store.put`, one message at a time."""
-    beside = {peers.QUEUELIB: 2, peers.SQLITE: 5, servers.REDIS_ADD: None}
-    ask(PUT, Load(body, MANY[body]), beside)
+    ask(PUT, Load(body, MANY[body]), {peers.QUEUELIB: 2, peers.SQLITE: 5})
 
 
 @contextmanager
@@ -77,19 +75,6 @@ def test_put_options(ask: Ask, options: dict[str, Any], goal: float) -> None:
 
 
 @contextmanager
-def produce(directory: Path, load: Load) -> Iterator[Work]:
-    with mqstore.open(directory / "store") as store, store.producer() as producer:
-        producer.send(load.topic, b"")
-        yield each(load.bodies(), partial(producer.send, load.topic))
-
-
-@pytest.mark.benchmark(timer=time.process_time)
-def test_producer(ask: Ask) -> None:
-    """The time of `producer.send`."""
-    ask(Side("mqstore producer", produce), Load(128, 100_000), {PUT: None}, by="time")
-
-
-@contextmanager
 def put_many(directory: Path, load: Load, **options: Any) -> Iterator[Work]:
     messages = outgoing(load, options)
     with mqstore.open(directory / "store") as store:
@@ -125,8 +110,9 @@ def put_flushed(directory: Path, load: Load, *, threads: int) -> Iterator[Work]:
     with mqstore.open(directory / "store", durability="flush") as store:
         store.put(load.topic, bodies[0])
 
-        put_all = lambda part: each(part, partial(store.put, load.topic))()  # noqa: E731
-        yield partial(run_together, put_all, [bodies[start::threads] for start in range(threads)])
+        parts = [each(bodies[start::threads], partial(store.put, load.topic)) for start in range(threads)]
+        with ThreadPoolExecutor(threads) as pool:
+            yield (lambda: sum(pool.map(lambda part: part(), parts))) if threads > 1 else parts[0]
 
 
 FLUSH_1 = Side("mqstore, 1 thread", partial(put_flushed, threads=1))
@@ -135,14 +121,7 @@ FLUSH_1 = Side("mqstore, 1 thread", partial(put_flushed, threads=1))
 @BODIES
 def test_flush_1(ask: Ask, body: int) -> None:
     """`store.put` with durability "flush", in one thread."""
-    beside = {
-        peers.DSYNC: 0.95,
-        peers.DSYNC_ALLOCATED: None,
-        peers.DSYNC_APPENDING: None,
-        peers.SQLITE_PUT_FULL: None,
-        servers.REDIS_ADD_ALWAYS: None,
-    }
-    ask(FLUSH_1, Load(body, 10_000), beside, sync_first=True)
+    ask(FLUSH_1, Load(body, 10_000), {peers.DSYNC: 0.95, peers.SQLITE_PUT_FULL: None}, sync_first=True)
 
 
 @BODIES
@@ -167,21 +146,6 @@ def iterate(
         yield work
 
 
-@contextmanager
-def poll(directory: Path, load: Load) -> Iterator[Work]:
-    with filled(directory, load) as store, store.pull_consumer("bench") as consumer:
-        consumer.subscribe(load.topic)
-
-        def work() -> int:
-            read_bytes = 0
-            while read_bytes < load.messages * load.body_bytes:
-                for message in consumer.poll():
-                    read_bytes += len(message.body)
-            return load.messages
-
-        yield work
-
-
 def body_of(message: mqstore.Message) -> bytes:
     return message.body
 
@@ -201,11 +165,6 @@ ITER = Side("mqstore iter", partial(iterate, look=body_of))
 def test_read(ask: Ask, ours: Side, body: int) -> None:
     """A queue from end to end, taking each body: by `store.iter`, by `store.read` of 32 (its default) or 1000."""
     ask(ours, Load(body, MANY[body]), {peers.LMDB_CURSOR: 1})
-
-
-def test_pull_consumer(ask: Ask) -> None:
-    """The same by `poll` of a pull consumer, which commits."""
-    ask(Side("mqstore pull consumer", poll), Load(128, 200_000), {READ: None})
 
 
 @pytest.mark.benchmark(timer=time.process_time)
@@ -307,51 +266,6 @@ def test_open(ask: Ask) -> None:
     fewer = Side("200 segments, an eighth of the messages", partial(open_clean, share=0.125))
     ours = Side("mqstore open", partial(open_clean, share=1.0))
     ask(ours, Load(128, 400_000), {fewer: 0.8}, unit="calls", limit=(100, "ms"))
-
-
-Check = Callable[[Path, int], object]
-"""Function of a closed store and the end of its log."""
-
-
-def verified(path: Path, _: int) -> None:
-    assert jobs.verify(path).ok
-
-
-def planned(path: Path, _: int) -> None:
-    [found] = jobs.recover(path, dry_run=True)
-    assert found.report is not None
-    assert not found.report.changed
-
-
-def summed(path: Path, end: int) -> None:
-    """Read the same bytes with the bare checksum."""
-    for segment in sorted(file for file in (path / "commitlog").iterdir() if file.name.isdigit()):
-        if (left := end - int(segment.name)) > 0:
-            with segment.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
-                peers.crc32c_sweep([memoryview(mapping)], left)
-
-
-@contextmanager
-def sweep(directory: Path, load: Load, *, check: Check, queues: int = 4, segment: int | None = None) -> Iterator[Work]:
-    """Read a whole store whose messages take turns among its queues, four for each topic."""
-    with mqstore.open(directory / "store", config=mqstore.StoreConfig(segment_bytes=segment)) as store:
-        topics = [f"{load.topic}{i}" for i in range(queues // 4)]
-        for topic in topics:
-            store.create_topic(topic, queues=4)
-        for i, body in enumerate(load.bodies()):
-            last = store.put(topics[i // 4 % len(topics)], body, queue_id=i % 4)
-    summed(directory / "store", last.physical_offset)  # so that the page cache has it
-    yield lambda: (check(directory / "store", last.physical_offset), load.messages)[1]
-
-
-@pytest.mark.benchmark(timer=time.process_time)
-@pytest.mark.parametrize(("check", "goal"), [(verified, 4), (planned, 8)])
-@pytest.mark.parametrize(("many", "messages"), [({"queues": 3000}, 600_000), ({"segment": 8192}, 150_000)])
-def test_sweep(ask: Ask, check: Check, goal: float, many: dict[str, int], messages: int) -> None:
-    """The time of `verify` and `recover --dry-run` with 3,000 queues, or segments of 8 KiB, compared with few."""
-    few = Side("few", partial(sweep, check=check))
-    bare = Side("bare crc32c, one sweep", partial(sweep, check=summed, **many))
-    ask(Side("mqstore", partial(sweep, check=check, **many)), Load(128, messages), {few: 1.5, bare: goal}, by="time")
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.goals import UNITS, Answer, as_lines, summary
+from bench.goals import Answer, as_lines, summary
 
 
 def answer(*values: float, unit: str = "x rate", goal: float | None = None, **changed: Any) -> Answer:
@@ -32,11 +32,6 @@ def answer(*values: float, unit: str = "x rate", goal: float | None = None, **ch
 def test_goal_is_the_least_rate_or_the_greatest_time(unit: str, value: float, goal: float | None, met: bool) -> None:
     assert answer(value, unit=unit, goal=goal).met is met
     assert answer(unit=unit, goal=goal).met is None
-
-
-@pytest.mark.parametrize("unit", UNITS)
-def test_gain_is_above_1_for_the_better_value(unit: str) -> None:
-    assert answer(4.0, unit=unit).gain(2.0) == (2.0 if unit in ("x rate", "k/s") else 0.5)
 
 
 def test_value_is_the_median_of_the_rounds() -> None:

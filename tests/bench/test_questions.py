@@ -11,11 +11,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from bench import report
 from bench.report import main, write_report
 
 ROOT = Path(__file__).parents[2]
@@ -106,13 +104,12 @@ ANSWERS = [
     {"question": "put", "beside": "redis", "unit": "x rate", "values": [], "goal": 1, "note": "left out: no server"},
     {"question": "load", "beside": "", "unit": "ms", "values": [3.0], "goal": 1, "note": ""},
 ]
-LATENCY = {"50 %": 0.1, "90 %": 0.2, "99 %": 0.3, "99.9 %": 0.4, "max": 9.0}
 
 
-def _run(path: Path, **info: Any) -> Path:
+def _run(path: Path) -> Path:
     machine = {"system": "Linux", "release": "6", "python_version": "3.11", "cpu": {"count": 2, "brand_raw": "x"}}
     said = {"datetime": "2026-11-26T12:00:00+00:00", "share": 1, "rounds": 5, "load": 0.5, "packages": {"numpy": "2"}}
-    benchmarks = [{"name": "test_put", "extra_info": {"answers": ANSWERS, **info}}]
+    benchmarks = [{"name": "test_put", "extra_info": {"answers": ANSWERS}}]
     path.write_text(json.dumps({**said, "machine_info": machine, "commit_info": {}, "benchmarks": benchmarks}))
     return path
 
@@ -126,24 +123,6 @@ def test_report_has_a_row_for_each_answer(tmp_path: Path) -> None:
         "| put | redis |  |  | >= 1 |  | left out: no server |",
         "| load |  | 3 ms | 3 .. 3 | <= 1 | not met |  |",
     ]
-
-
-@pytest.mark.parametrize(
-    ("info", "plots"), [({}, {"goals.png"}), ({"percentiles": LATENCY}, {"goals.png", "latency.png"})]
-)
-def test_plot_is_drawn_where_there_is_something_to_show(tmp_path: Path, info: dict[str, Any], plots: set[str]) -> None:
-    pytest.importorskip("matplotlib")
-
-    text = write_report(_run(tmp_path / "run.json", **info), tmp_path).read_text()
-
-    assert {path.name for path in tmp_path.glob("*.png")} == plots
-    assert set(re.findall(r"\]\((.*?)\)", text)) == plots
-
-
-def test_report_without_matplotlib_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
-
-    assert "matplotlib is not installed" in write_report(_run(tmp_path / "run.json"), tmp_path).read_text()
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"benchmarks": []}', '{"benchmarks": [{"name": "x", "extra_info": {}}]}'])

@@ -40,24 +40,6 @@ def test_stall_counts_for_all_messages_due_meanwhile(clock: SimpleNamespace) -> 
     assert late_ms == [0, 0, 2.5, 1.5, 0.5, 0, 0]
 
 
-def test_threads_share_the_rate(clock: SimpleNamespace) -> None:
-    bodies: list[bytes] = []
-
-    begin_ns, _ = Case(rate=1000, threads=4, body_bytes=16).produce(bodies.append, 8)
-
-    assert sorted(round((_due_ns(body) - begin_ns) / 1e6) for body in bodies) == [*range(8)]
-    assert {len(body) for body in bodies} == {16}
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_error_of_a_put_is_raised(clock: SimpleNamespace, threads: int) -> None:
-    def put(body: bytes) -> None:
-        raise ValueError("full")
-
-    with pytest.raises(ValueError, match="full"):
-        Case(rate=1000, threads=threads).produce(put, 3)
-
-
 def test_latency_counts_from_when_a_message_was_due(clock: SimpleNamespace) -> None:
     arrivals = Arrivals(2)
 
