@@ -347,7 +347,7 @@ def check_record(buf: ReadableBuffer, position: int, limit: int, physical_offset
             if stored != expected:
                 return bad(f"checksum {_hex(stored)} stored, {_hex(expected)} computed over the record", "checksum")
         elif shape.body_size > 0:
-            expected = _body_checksum(view[shape.body_at : shape.body_at + shape.body_size])
+            expected = zlib.crc32(view[shape.body_at : shape.body_at + shape.body_size]) & 0x7FFF_FFFF
             if stored != expected:
                 return bad(f"checksum {_hex(stored)} stored, {_hex(expected)} computed over the body", "checksum")
         properties = bytes(view[shape.properties_at : shape.properties_at + shape.properties_size])
@@ -383,10 +383,6 @@ def unreadable_number(topic: bytes, properties: bytes) -> str:
         ):
             return f"property {name} is {text[:40]!r}, not a number of {bits} bits"
     return ""
-
-
-def _body_checksum(body: ReadableBuffer) -> int:
-    return zlib.crc32(body) & 0x7FFF_FFFF
 
 
 def _record_checksum(view: memoryview, position: int, size: int) -> int:

@@ -202,13 +202,10 @@ def _candidates(view: memoryview, start: int, stop: int, end: int) -> tuple[_Int
     found = found[(found >= start) & (found < stop)]
     heads = _column(view, found, ">i8")  # totalSize in the upper half, magic in the lower
     following = found + (heads >> 32)
-    good = _is_magic(heads.astype(np.int32)) & (following >= found + MIN_RECORD_BYTES) & (following <= end)
+    magic = heads.astype(np.int32)
+    good = (magic == MAGIC_V1) | (magic == MAGIC_V2)
+    good &= (following >= found + MIN_RECORD_BYTES) & (following <= end)
     return found[good], following[good]
-
-
-def _is_magic(magic: np.NDArray[np.signedinteger]) -> _Bools:
-    result: _Bools = (magic == MAGIC_V1) | (magic == MAGIC_V2)
-    return result
 
 
 def _column(view: memoryview, positions: _Int64s, dtype: np.DTypeLike) -> np.NDArray[np.signedinteger]:

@@ -275,7 +275,7 @@ class CommitLog(LogTail):
             )
             return data.data, {queue: offset + count}, (offset, position, sizes, now_ms)
 
-        return self._append(total, encode, by_call=total >= _CALL_BYTES or kernel is None)
+        return self._append(total, encode)
 
     def append_copies(
         self,
@@ -311,9 +311,9 @@ class CommitLog(LogTail):
             )
             return data.data, ends, None
 
-        self._append(total, encode, by_call=total >= _CALL_BYTES or kernel is None)
+        self._append(total, encode)
 
-    def _append(self, size: int, encode: Callable[[int], _Encoded[Result]], *, by_call: bool) -> Result:
+    def _append(self, size: int, encode: Callable[[int], _Encoded[Result]]) -> Result:
         """Store the `size` bytes that `encode` returns for a position, and return its result."""
         with self.lock:
             try:
@@ -322,6 +322,7 @@ class CommitLog(LogTail):
                 if position + size > self._limit:
                     position = self._roll(size)
                 data, numbers, result = encode(position)
+                by_call = size >= _CALL_BYTES or kernel is None
                 self._store(position, data, position + size, numbers, by_call=by_call)
             finally:
                 self._appending = False

@@ -137,11 +137,6 @@ class IndexFile:
                 self._final_header = header  # a full file does not change any more
         return header
 
-    def retire(self) -> None:
-        """End writing to this file, which is full and synced."""
-        self.writable = False
-        self.close()
-
     def places(self) -> np.NDArray[np.int64]:
         """Return the physical offset of each entry, in put order."""
         return self._table()["physical_offset"].astype(np.int64)
@@ -412,8 +407,9 @@ class Index:
             for file in files:
                 file.sync()
             for file in files[:-1]:
-                if file.writable and not file.dirty:
-                    file.retire()
+                if file.writable and not file.dirty:  # it is full and synced
+                    file.writable = False
+                    file.close()
 
     def sync_all(self) -> None:
         """Make every file and its name durable, also files of a killed process."""

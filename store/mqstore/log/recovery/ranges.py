@@ -301,7 +301,8 @@ class Stitcher:
             if lost:
                 if result.first is None:
                     continue
-                yield self._bad(segment, at, result.first)
+                check = check_at(self._run, segment, at, self._checksum)
+                yield Bad("bad_record", segment.start + at, segment.start + result.first, check.detail)
             yield from result.bads
             yield result
             if result.torn is not None:
@@ -329,7 +330,3 @@ class Stitcher:
         if edges[-1] >= length and edges[:-1] == [result.range.low for result in found]:
             return found
         return _cut(segment.start, length, RANGE_BYTES)
-
-    def _bad(self, segment: Segment, at: int, found: int) -> Bad:
-        check = check_at(self._run, segment, at, self._checksum)
-        return Bad("bad_record", segment.start + at, segment.start + found, check.detail)
