@@ -15,8 +15,7 @@ from mqstore import SendReceipt, SimulatedClock, StoreConfig
 from mqstore.broker.context import Parts, open_parts
 from mqstore.broker.selection import group_queue
 from mqstore.columnar.encode import Encoder, derived_prefix
-from mqstore.columnar.inputs import INPUTS, check_columns
-from mqstore.columnar.rules import Rules, TopicRule
+from mqstore.columnar.inputs import INPUTS, Rules, TopicRule, check_columns
 from mqstore.errors import ConfigError, InvalidMessageError
 from mqstore.layout.properties import RESERVED
 from mqstore.layout.record import Record, decode_record

@@ -12,7 +12,7 @@ import pytest
 
 from mqstore.broker.selection import group_queue
 from mqstore.columnar.encode import Encoder
-from mqstore.columnar.rules import Rules
+from mqstore.columnar.inputs import Rules
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import Record, decode_record

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from mqstore import StoreConfig
 from mqstore.broker.names import is_system_topic
 from mqstore.columnar.encode import Encoder
+from mqstore.columnar.inputs import Rules, TopicRule
 from mqstore.columnar.rows import Policy
-from mqstore.columnar.rules import Rules, TopicRule
 from mqstore.errors import CorruptStoreError, InvalidMessageError
 from mqstore.jobs.options import SinkOptions
 from mqstore.jobs.publish import Commit, commit

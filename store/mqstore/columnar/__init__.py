@@ -1,5 +1,5 @@
 """Records as columns, by numpy and pyarrow, without Spark.
 
 reading   rows (ranges of a queue -> checked records) -> columns (-> Arrow, by `arrow`); tally (counts of them)
-writing   inputs (columns that rows may have) -> encode (rows -> records), by the `rules` of the target's topics
+writing   inputs (columns and topics of rows) -> encode (rows -> records)
 """

@@ -35,8 +35,7 @@ from mqstore.broker.names import is_system_topic
 from mqstore.broker.selection import group_queue, jump_hash_many
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.columnar.arrow import cut, fixed, flat, nulls, odd_rows, sizes_of, small, text
-from mqstore.columnar.inputs import INPUTS, KAFKA, is_kafka
-from mqstore.columnar.rules import Rules, TopicRule
+from mqstore.columnar.inputs import INPUTS, KAFKA, Rules, TopicRule, is_kafka
 from mqstore.errors import InvalidMessageError, MQStoreError
 from mqstore.layout import properties as props
 from mqstore.layout import record

@@ -1,18 +1,22 @@
-"""The columns that a frame to be written may have: one table to check and document them.
+"""Columns of a frame to be written, and the limits and topics of its target (spark#encode).
 
-By name, in any order. A column with another name or type is refused. If a misspelt `tag` were ignored, nobody would
-notice before a consumer filters by tag.
+Columns are found by name, in any order. A column with another name or type is refused. If a misspelt `tag` were
+ignored, nobody would notice before a consumer filters by tag. Rules are plain values, sent to tasks.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
 
-from mqstore.errors import ConfigError
+from mqstore.broker.names import check_user_topic
+from mqstore.broker.selection import GroupHash
+from mqstore.errors import ConfigError, InvalidMessageError
 from mqstore.layout.properties import DELAY, KEYS, SHARDINGKEY, TAGS, TIMER_DELAY_SEC, TIMER_DELIVER_MS, UNIQ_KEY
+from mqstore.log.commitlog import ALLOWANCE
+from mqstore.options import DEFAULT_DELAY_LEVELS, DEFAULT_MESSAGE_BYTES, Profile, StoreConfig, delay_table_ms, seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +122,39 @@ def check_columns(types: Mapping[str, str], *, topic: str | None) -> None:
         raise ConfigError(f"column 'body' is missing; the frame has {', '.join(types) or 'none'}")
     if topic is None and "topic" not in types:
         raise ConfigError("no topic: add column 'topic', or give option topic")
+
+
+_DEFAULTS: Final = StoreConfig()
+
+
+class TopicRule(NamedTuple):
+    """Existing topic: queues to choose among, queues that a row may name, and any reason for refusal."""
+
+    write_queues: int
+    queues: int
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Rules for records of the target store."""
+
+    topics: Mapping[str, TopicRule] = field(default_factory=dict)
+    new_queues: int = 8
+    """Number of queues of a new topic."""
+    group_hash: GroupHash = "jump"
+    levels: int = len(delay_table_ms(DEFAULT_DELAY_LEVELS))
+    max_delay_ms: int = int(seconds(_DEFAULTS.max_delay, "max_delay") * 1000)
+    max_body_bytes: int = DEFAULT_MESSAGE_BYTES
+    max_record_bytes: int = DEFAULT_MESSAGE_BYTES + ALLOWANCE
+    profile: Profile = "mqstore"
+
+    def topic(self, name: str) -> TopicRule:
+        """Return the rule of a topic. Raises InvalidMessageError or NotPermittedError if rows may not go there."""
+        known = self.topics.get(name)
+        if known is None:
+            check_user_topic(name)
+            return TopicRule(self.new_queues, self.new_queues)
+        if known.refused:
+            raise InvalidMessageError(known.refused, "topic")
+        return known

@@ -29,8 +29,7 @@ import pyarrow.parquet as pq
 from mqstore.columnar.columns import check_columns
 from mqstore.errors import ConfigError
 from mqstore.files.filesystem import REAL
-from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.paths import local_path
+from mqstore.jobs.options import SourceOptions, local_path
 from mqstore.jobs.plan import QueueSlice
 from mqstore.jobs.runner import Runner, Where
 from mqstore.jobs.selection import Selection, Shaped, Stores, select

@@ -6,6 +6,8 @@ strings with case-insensitive names.
 
 from __future__ import annotations
 
+import glob
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -31,7 +33,6 @@ from mqstore.jobs.optiontable import (
     options_of,
     text,
 )
-from mqstore.jobs.paths import checked_path
 from mqstore.layout.jsontext import decode
 from mqstore.log.reading.tagfilter import parse_tags
 
@@ -47,6 +48,7 @@ View = Literal["messages", "queues", "segments", "groups", "delay", "traffic", "
 Target = Literal["store", "set", "inbox"]
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _QUEUE_ID: Final = re.compile("0|[1-9][0-9]{0,9}")
+_SCHEME: Final = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]*:|file://(?!/)")
 APP_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """Pattern of `txnAppId`. Folders are named by it, so it must not begin with a dot, for example."""
 _BATCH_MAX: Final = 1 << 30
@@ -206,6 +208,41 @@ def interval_ms(value: str) -> int:
     if found < 1000:
         raise ValueError("too short")
     return found
+
+
+def checked_path(value: str) -> str:
+    """Return the absolute path of a local path, without `file:`. Raises ValueError for any other scheme.
+
+    Executors and later batches have other working directories. A URL of another scheme would be taken for a folder's
+    name, and a job would silently write below its working directory. So would a relative path in Spark Connect, where
+    Python workers run in a temporary folder of the session.
+
+    >>> checked_path("file:///var/mq")
+    '/var/mq'
+    """
+    if found := _SCHEME.match(value):
+        raise ValueError(f"{found[0]!r} is not supported, only paths of mounted file systems (a folder: ./NAME)")
+    if value.startswith("~"):
+        raise ValueError("'~' is not expanded; give the whole path (a folder: ./NAME)")
+    path = value.removeprefix("file://") if value.startswith("file://") else value.removeprefix("file:")
+    if not path.strip():
+        raise ValueError("it is empty")
+    if os.path.isabs(path):
+        return os.path.normpath(path)
+    here, session = resolved(os.curdir), os.environ.get("SPARK_JOB_ARTIFACT_UUID", "default")
+    if session != "default" and os.path.basename(here) == session:
+        raise ValueError("a relative path would be in a temporary folder of this Spark session: give the whole path")
+    if glob.has_magic(path) and not os.path.isdir(path):
+        here = glob.escape(here)
+    return os.path.normpath(os.path.join(here, path))
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """Return `checked_path(path)`. Raises ConfigError instead of ValueError."""
+    try:
+        return checked_path(os.fspath(path))
+    except ValueError as error:
+        raise ConfigError(f"cannot use the path {os.fspath(path)!r}: {error}") from error
 
 
 def _paths(text: str) -> dict[str, str] | list[str]:

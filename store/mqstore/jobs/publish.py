@@ -5,9 +5,9 @@
     set      the manifest                   the manifest's rename                               old stores, staging
     inbox    the folder in `inbox/`         the bundle's rename; its owner splices it           -
 
-A crash before that step publishes nothing, a crash after it the whole batch. `clean_target` deletes the leftovers. A
-batch job without a transaction id gets a random one. It is never committed again, so its version is not recorded,
-except by the owner of an inbox, who may see a bundle twice after a crash.
+A crash before that step publishes nothing, a crash after it the whole batch. `clean_target` deletes the leftovers. The
+random id of a batch job is never committed again, so its version is not recorded, except by the owner of an inbox, who
+may see a bundle twice after a crash.
 
 `abort` may be called after a commit that succeeded and then raised. It only deletes staged files, never messages.
 """
@@ -28,7 +28,7 @@ from mqstore.broker.names import SCHEDULE_TOPIC, check_user_topic, is_dlq_topic,
 from mqstore.broker.tables.configchecks import OVERWRITE_FILE, check_overwrite
 from mqstore.broker.tables.topics import TopicConfig
 from mqstore.clock import SYSTEM_CLOCK, Clock
-from mqstore.columnar.rules import Rules, TopicRule
+from mqstore.columnar.inputs import Rules, TopicRule
 from mqstore.errors import ConfigError, FlushFailedError, FormatError, MQStoreError, NotAStoreError, StoreLockedError
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import load_json, save_json

@@ -16,8 +16,7 @@ from typing import Any
 
 from mqstore.errors import ConfigError
 from mqstore.jobs.opening import StoreName
-from mqstore.jobs.options import SOURCE_OPTIONS, SourceOptions
-from mqstore.jobs.paths import local_path
+from mqstore.jobs.options import SOURCE_OPTIONS, SourceOptions, local_path
 from mqstore.jobs.plan import QueueSlice, plan, stores_of
 from mqstore.layout.jsontext import BODY, decode
 

@@ -24,7 +24,7 @@ from typing import Final
 
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.columnar.encode import Encoded
-from mqstore.columnar.rules import TopicRule
+from mqstore.columnar.inputs import TopicRule
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.log.bulk.shard import shard_json
 from mqstore.log.writing.log_tail import QueueRef

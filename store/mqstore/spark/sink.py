@@ -4,11 +4,9 @@
     executors' workers  write                     rows -> records (`encode`) -> staged shards (`staging`)
     planner process     commit or abort           shards -> messages (`publish`), or nothing
 
-Nothing is published before `commit`, which gets one successful attempt of each task. A write is identified by (app,
-version). For a job these are txnAppId and txnVersion, or a random id, for a stream the query's id and the batch's
-number. Spark creates a stream's writer again for planning, commit and abort of each batch, and does not pass the batch
-to `write`. Tasks take it from local properties, and their messages pass it to the commit. Spark does not document these
-properties: a test checks the names, and without them a write fails with an error that names an alternative.
+Tasks take the batch of a stream from local properties, and their messages pass it to the commit. Spark does not
+document these properties: a test checks the names, and without them a write fails with an error that names an
+alternative.
 """
 
 from __future__ import annotations

@@ -4,13 +4,7 @@
     executors' workers          read: opens the store that a slice names, yields Arrow batches
 
 Spark pickles readers and forks workers. So nothing here is opened before `read`, and nothing stays open after it.
-
-Spark plans a frame once, when it is first used: all its queries read the messages of that time. If
-`spark.sql.python.filterPushdown.enabled` is on, it plans the frame again for each query with a filter.
-
-Filters are not pushed down. Spark (4.1 to 4.3) keeps the result of `partitions` for one query in the loaded frame, and
-uses it for all other queries of that frame, which have other filters. So a union of two filters of one frame would read
-one of them twice.
+Filters are not pushed down (spark#pushdown).
 """
 
 from __future__ import annotations

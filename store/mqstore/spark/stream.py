@@ -3,18 +3,9 @@
     one process per run  initialOffset, latestOffset, partitions, commit
     other processes      read, by a pickled copy of the reader; they share no state with the first
 
-It relies on this behaviour of Spark, which is not documented but tested (spark#stream-calls):
-
-- `initialOffset` is called twice in a new query, and again after a restart if the first batch was not done.
-- If the first `latestOffset` returns `start`, an empty batch is still planned and logged.
-- A logged batch is planned again with the same `end`, without a call of `latestOffset`.
-- Offsets are compared as text.
-- `latestOffset` is called with the end of a batch as `start` once that batch is done, also at the end of a run.
-- `commit` of a batch is called when the next is planned. For a run's last batch this is in the next run.
-- `stop` is not called after a normal end, so nothing durable happens in it.
-- Spark hides an exception of `streamReader` in its own error, so a reader is returned that raises it when called.
-
-pyspark 4.1 calls `latestOffset` without arguments, and has neither limits nor available-now.
+spark#stream-calls lists the calls that Spark makes. Spark hides an exception of `streamReader` in its own error, so a
+reader is returned that raises it when called. pyspark 4.1 calls `latestOffset` without arguments, and has neither
+limits nor available-now.
 """
 
 from __future__ import annotations
