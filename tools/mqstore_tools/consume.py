@@ -22,7 +22,7 @@ from mqstore.admin import check_group, check_user_topic, default_retry
 from mqstore.errors import StoreClosedError
 from mqstore_tools.actions import Commands, Printer
 from mqstore_tools.consume_run import Run, quiet, supervise
-from mqstore_tools.render import VERSION, as_json, body_bytes_option, console, note, print_json, progress, table
+from mqstore_tools.render import VERSION, as_json, body_bytes_option, note, progress, show_tables
 from mqstore_tools.session import Position, administer, dry_run_option, open_store, position, target_argument
 from mqstore_tools.shared import NumberRange, command, finish, refuse_given
 
@@ -274,10 +274,8 @@ def _dry_run(target: Path, group: str, topics: Iterable[str], start: Position | 
     with administer(target) as desk:
         rows, missing = desk.pending(group, [*topics], start)
     total = sum(row["messages"] for row in rows)
-    if json_output:
-        print_json({"dry_run": True, "group": group, "messages": total, "queues": rows, "missing": missing})
-        return
-    for topic in missing:
-        note(f"topic {topic} does not exist; the command would wait for it")
+    found = {"dry_run": True, "group": group, "messages": total, "queues": rows, "missing": missing}
     columns = ("topic", "queue>", "next offset>", "end>", "messages>", "in flight>")
-    console().print(table(f"would consume {total} messages for group {group}", columns, [row.values() for row in rows]))
+    cells = (f"would consume {total} messages for group {group}", columns, [row.values() for row in rows])
+    notes = [f"topic {topic} does not exist; the command would wait for it" for topic in missing]
+    show_tables(found, cells, json_output=json_output, notes=notes)

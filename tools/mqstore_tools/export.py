@@ -36,14 +36,12 @@ from mqstore_tools.multi_store import (
 from mqstore_tools.render import (
     FindingPrinter,
     as_json,
-    console,
     note,
     note_searched,
-    print_json,
     progress,
     raw_bodies_option,
     show_bytes,
-    table,
+    show_tables,
 )
 from mqstore_tools.shared import (
     command,
@@ -165,23 +163,17 @@ def _to_folder(messages: Messages, to: str, given: dict[str, Any], master: str |
         from mqstore.jobs import export_parquet
     with on_spark(master) as spark, progress("exporting", of_bytes=False) as report:
         done = export_parquet(messages.select(), to, **given, spark=spark, progress=report)
-    if json_output:
-        print_json(done.to_dict())
-        return
-    if not done.files:
-        note(f"no messages; {to} was not written")
-        return
     rate = done.record_bytes / max(done.seconds, 1e-9)
-    facts = [
+    facts: list[tuple[str, object]] = [
         ("folder", done.path),
         ("messages", done.messages),
         ("of records", show_bytes(done.record_bytes)),
         ("files", f"{done.files}, {show_bytes(done.file_bytes)}"),
         ("took", f"{done.seconds:.1f} s, {show_bytes(round(rate))}/s"),
     ]
-    if done.damaged:
-        facts.append(("damaged, skipped", done.damaged))
-    console().print(table("", ("", ""), facts))
+    facts += [("damaged, skipped", done.damaged)] * (done.damaged > 0)
+    cells = ("", ("", ""), facts if done.files else [])
+    show_tables(done.to_dict(), cells, json_output=json_output, empty=f"no messages; {to} was not written")
 
 
 @dataclass

@@ -22,7 +22,7 @@ from mqstore_tools.multi_store import (
     spark_errors,
     usable,
 )
-from mqstore_tools.render import as_json, body_text, console, note, print_json, progress, table
+from mqstore_tools.render import as_json, body_text, console, note, progress, show_tables, table
 from mqstore_tools.session import Commands, dry_run_option
 
 _BODY_BYTES = 80
@@ -74,11 +74,9 @@ def clean(targets: tuple[Path, ...], older_than: float, dry_run: bool, json_outp
         if not target.is_dir():
             raise ConfigError(f"{target} is not a folder")
         found += clean_target(target, older_than, dry_run=dry_run)
-    if json_output:
-        print_json({"dry_run": dry_run, "deleted": [{"path": str(path)} for path in found]})
-        return
-    rows = [(str(path),) for path in found]
-    console().print(table("would delete" if dry_run else "deleted", ("path",), rows))
+    value = {"dry_run": dry_run, "deleted": [{"path": str(path)} for path in found]}
+    cells = ("would delete" if dry_run else "deleted", ("path",), [(path,) for path in found])
+    show_tables(value, cells, json_output=json_output)
 
 
 @spark.command(
