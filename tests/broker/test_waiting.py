@@ -88,7 +88,7 @@ class Hall:
 
     def is_empty(self) -> bool:
         """Nothing is left of anybody: not a bucket, not a reader that the dispatcher heeds."""
-        return not (self.waiters.parked or self.waiters._topics or self.is_awaited)
+        return not (self.waiters.parked or self.waiters._buckets or self.is_awaited)
 
     @property
     def is_awaited(self) -> bool:

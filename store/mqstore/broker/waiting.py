@@ -31,6 +31,7 @@ import math
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -60,23 +61,21 @@ _SWEEP = 1_024
 """Number of stale heap entries that are worth a sweep."""
 
 
+@dataclass(slots=True, eq=False)
 class Waiter:
     """Parked reader or receiver, or a former one. Opaque, for `add_waiter` and `remove_waiter`."""
 
-    __slots__ = ("bell", "callback", "deadline_ms", "due_ms", "next", "outcome", "places")
-
-    def __init__(self, offset: int | None, deadline_ms: int | None, callback: Callback | None) -> None:
-        self.next = offset
-        """First queue offset that has not been matched yet. None: any new message."""
-        self.deadline_ms = deadline_ms
-        self.callback = callback
-        self.bell: Bell | None = None
-        self.places: tuple[_Bucket, ...] = ()
-        """Buckets that contain it, none if it is not parked."""
-        self.due_ms: int | None = None
-        """Time of its valid entry in the heap."""
-        self.outcome: bool | None = None
-        """Result of the wait, None until fired."""
+    next: int | None
+    """First queue offset that has not been matched yet. None: any new message."""
+    deadline_ms: int | None
+    callback: Callback | None = None
+    bell: Bell | None = None
+    places: tuple[_Bucket, ...] = ()
+    """Buckets that contain it, none if it is not parked."""
+    due_ms: int | None = None
+    """Time of its valid entry in the heap."""
+    outcome: bool | None = None
+    """Result of the wait, None until fired."""
 
 
 class Wanted(NamedTuple):
@@ -105,22 +104,18 @@ class Wanted(NamedTuple):
             raise ConfigError("an offset needs one queue, and cannot be combined with a group")
 
 
+@dataclass(slots=True, eq=False)
 class _Bucket:
     """Waiters of one group with one filter on one queue, oldest first."""
 
-    # An OrderedDict, which takes from one end and removes anywhere at constant cost.
-    __slots__ = ("due_ms", "filter", "group", "key", "name", "waiters")
-
-    def __init__(
-        self, key: tuple[str, int], name: tuple[str | None, int], group: str | None, filter: UnitFilter | None
-    ) -> None:
-        self.key = key
-        self.name = name
-        self.group = group
-        self.filter = filter
-        self.waiters: OrderedDict[Waiter, None] = OrderedDict()
-        self.due_ms: int | None = None
-        """Time at which a group's first waiter is woken to skip refused units."""
+    key: tuple[str, int]
+    """Topic and queue id."""
+    group: str | None
+    filter: UnitFilter | None
+    waiters: OrderedDict[Waiter, None] = field(default_factory=OrderedDict)
+    """An OrderedDict takes from one end and removes anywhere at constant cost."""
+    due_ms: int | None = None
+    """Time at which a group's first waiter is woken to skip refused units."""
 
 
 class Waiters(BackgroundService):
@@ -134,7 +129,8 @@ class Waiters(BackgroundService):
         self._threads_time_themselves = parts.config.clock is None
         self._wake = wake
         self._lock = Lock()
-        self._topics: dict[str, dict[int, dict[tuple[str | None, int], _Bucket]]] = {}
+        self._buckets: dict[tuple[str, int], dict[tuple[str | None, int], _Bucket]] = {}
+        """Buckets by (topic, queue id), and then by (group, id of the filter). The bucket keeps the filter alive."""
         self.parked: set[Waiter] = set()
         """All waiters. Callers must not change it."""
         self._news: dict[str, int] = {}
@@ -171,8 +167,8 @@ class Waiters(BackgroundService):
                 return self._look(wanted, wanted.offset)[0]
             return wanted.seen is not None and self.seen(wanted.topic, wanted.also) != wanted.seen
         deadline_ms = None if math.isinf(timeout_s) else self._clock.monotonic_ms() + math.ceil(timeout_s * 1000)
-        waiter = Waiter(wanted.offset, deadline_ms, None)
-        waiter.bell = bell = Bell()
+        bell = Bell()
+        waiter = Waiter(wanted.offset, deadline_ms, bell=bell)
         own_time = self._threads_time_themselves
         try:
             self._park(waiter, wanted, None if own_time else deadline_ms)
@@ -210,7 +206,7 @@ class Waiters(BackgroundService):
         There may be a message for it without growth, such as a released one, or the next one in order. Returns True if
         there was a receiver. If not, a caller that has taken `seen` and is about to park is woken."""
         with self._lock:
-            buckets = self._buckets_of(topic, dict.fromkeys((queue_id, ANY_QUEUE)))
+            buckets = self._buckets_of(topic, queue_id)
             bucket = next((bucket for bucket in buckets if bucket.group == group), None)
             if bucket is None:
                 self._news[topic] = self._news.get(topic, 0) + 1
@@ -223,18 +219,18 @@ class Waiters(BackgroundService):
         """Wake all waiters on `topic`, after its offsets were reset or while it is deleted."""
         with self._lock:
             self._news[topic] = self._news.get(topic, 0) + 1
-            for bucket in self._buckets_of(topic):
-                self._release(bucket, len(bucket.waiters))
+            for bucket in self._all_buckets():
+                if bucket.key[0] == topic:
+                    self._release(bucket, len(bucket.waiters))
         self._after_change()
 
     def wake_group(self, group: str) -> None:
         """Wake all waiting receivers of `group`, after it was altered or while it is deleted."""
         with self._lock:
             self._group_news += 1
-            for topic in list(self._topics):
-                for bucket in self._buckets_of(topic):
-                    if bucket.group == group:
-                        self._release(bucket, len(bucket.waiters))
+            for bucket in self._all_buckets():
+                if bucket.group == group:
+                    self._release(bucket, len(bucket.waiters))
         self._after_change()
 
     # -- as a mechanism ---------------------------------------------------------------------------------------------
@@ -268,10 +264,8 @@ class Waiters(BackgroundService):
             if self._closed:
                 return
             self._closed = True
-            for topic in list(self._topics):
-                for bucket in self._buckets_of(topic):
-                    for waiter in list(bucket.waiters):
-                        self._fire(waiter, False)
+            for waiter in list(self.parked):
+                self._fire(waiter, False)
             self._heap.clear()
             self._stale = 0
         self._store.on_growth.remove(self._grown)
@@ -305,12 +299,11 @@ class Waiters(BackgroundService):
         key = (topic, queue_id)
         with self._lock:
             self._news[topic] = self._news.get(topic, 0) + 1
-            if topic in self._topics:
-                for bucket in self._buckets_of(topic, (queue_id, ANY_QUEUE)):
-                    if bucket.group is None:
-                        self._serve_each(bucket, key, begin, end)
-                    else:
-                        self._serve_group(bucket, key, begin, end)
+            for bucket in self._buckets_of(topic, queue_id) if self.parked else ():
+                if bucket.group is None:
+                    self._serve_each(bucket, key, begin, end)
+                else:
+                    self._serve_group(bucket, key, begin, end)
         self._after_change()
 
     def _serve_group(self, bucket: _Bucket, key: tuple[str, int], begin: int, end: int) -> None:
@@ -406,23 +399,20 @@ class Waiters(BackgroundService):
     def _news_of(self, topics: Iterable[str]) -> int:
         return self._group_news + sum(self._news.get(topic, 0) for topic in topics)
 
-    def _buckets_of(self, topic: str, queue_ids: Iterable[int] | None = None) -> list[_Bucket]:
-        """Return the buckets of these queues, in that order. None means all queues.
-        The result is a list, because a wake-up changes the table."""
-        queues = self._topics.get(topic, {})
-        return [
-            bucket
-            for queue_id in (list(queues) if queue_ids is None else queue_ids)
-            for bucket in queues.get(queue_id, {}).values()
-        ]
+    def _all_buckets(self) -> list[_Bucket]:
+        """Return all buckets. It is a list here and below, because a wake-up changes the table."""
+        return [bucket for buckets in self._buckets.values() for bucket in buckets.values()]
+
+    def _buckets_of(self, topic: str, queue_id: int) -> list[_Bucket]:
+        """Return the buckets of a queue, then those of any queue of its topic."""
+        keys = dict.fromkeys(((topic, queue_id), (topic, ANY_QUEUE)))
+        return [bucket for key in keys for bucket in self._buckets.get(key, {}).values()]
 
     def _bucket(self, group: str | None, key: tuple[str, int], filter: UnitFilter | None) -> _Bucket:
-        buckets = self._topics.setdefault(key[0], {}).setdefault(key[1], {})
-        name = (group, id(filter))  # unique, because the bucket keeps the filter alive
-        bucket = buckets.get(name)
-        if bucket is None:
-            bucket = buckets[name] = _Bucket(key, name, group, filter)
-        return bucket
+        buckets, name = self._buckets.setdefault(key, {}), (group, id(filter))
+        if name not in buckets:
+            buckets[name] = _Bucket(key, group, filter)
+        return buckets[name]
 
     def _release(self, bucket: _Bucket, number: int) -> None:
         """Wake the first `number` waiters of a bucket. They also skip refused units."""
@@ -461,14 +451,10 @@ class Waiters(BackgroundService):
             self._stale = 0
 
     def _drop(self, bucket: _Bucket) -> None:
-        topic, queue_id = bucket.key
-        queues = self._topics.get(topic, {})
-        buckets = queues.get(queue_id, {})
-        buckets.pop(bucket.name, None)
+        buckets = self._buckets.get(bucket.key, {})
+        buckets.pop((bucket.group, id(bucket.filter)), None)
         if not buckets:
-            queues.pop(queue_id, None)
-        if not queues:
-            self._topics.pop(topic, None)
+            self._buckets.pop(bucket.key, None)
         if bucket.due_ms is not None:
             bucket.due_ms = None
             self._stale += 1
