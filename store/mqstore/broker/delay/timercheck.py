@@ -88,15 +88,11 @@ class TimerCheck:
 
     def load(self) -> Progress | JavaProgress | None:
         """Return the newer valid record, or else the Java broker's progress, or None if there is neither."""
-        fs = self._fs
         try:
-            fd = fs.open(self._path, os.O_RDONLY)
+            with self._fs.opened(self._path, os.O_RDONLY) as fd:
+                data = self._fs.pread(fd, _CHECK_BYTES, 0)
         except FileNotFoundError:
             return None
-        try:
-            data = fs.pread(fd, _CHECK_BYTES, 0)
-        finally:
-            fs.close(fd)
         self._page[: len(data)] = data
         self._known = len(data) == _CHECK_BYTES
         found = [each for at in _EXTENSION_AT if (each := decode_extension(self._page, at)) is not None]
@@ -123,8 +119,7 @@ class TimerCheck:
         if not self._known:
             fs.mkdir(self._path.parent, exist_ok=True)
             fs.sync_directory(self._path.parent.parent)
-        fd = fs.open(self._path, os.O_RDWR | os.O_CREAT, self._file_mode)
-        try:
+        with fs.opened(self._path, os.O_RDWR | os.O_CREAT, self._file_mode) as fd:
             # The first bytes are written last, since they show which program wrote the others.
             fs.pwrite(fd, page[_JAVA.size :], _JAVA.size)
             fs.pwrite(fd, page[: _JAVA.size], 0)
@@ -133,8 +128,6 @@ class TimerCheck:
             except OSError as error:
                 self._failed = error
                 raise
-        finally:
-            fs.close(fd)
         if not self._known:
             fs.sync_directory(self._path.parent)
             self._known = True

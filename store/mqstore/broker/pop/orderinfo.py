@@ -28,10 +28,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.batch import Batch, is_visible
+from mqstore.broker.tables.configfile import member, object_member
 from mqstore.signalsafe import Lock
 
 BATCH_MAX: Final = 63
@@ -231,29 +232,27 @@ class OrderInfo:
         return {name: value for name, value in entry.items() if value is not None}
 
     @classmethod
-    def from_json(cls, entry: object, where: str) -> OrderInfo:
-        """Read any of the three shapes of delivery#order-info.
-        Raises ValueError that says which part of `where` is wrong."""
+    def from_json(cls, entry: object) -> OrderInfo:
+        """Read any of the three shapes of delivery#order-info. Raises ValueError that says which member is wrong."""
         if not isinstance(entry, dict):
-            _refuse(where, f"an object is expected, not {type(entry).__name__}")
+            raise ValueError(f"an object is expected, not {type(entry).__name__}")
+        invisible_ms = entry.get("i")
         info = cls(
-            offsets=_offsets(entry.get("o"), f"{where}.o"),
-            pop_time_ms=_integer(entry.get("popTime") or 0, f"{where}.popTime"),
-            invisible_ms=None if entry.get("i") is None else _integer(entry["i"], f"{where}.i", minimum=-_I64_MAX),
-            updated_ms=_integer(entry.get("l") or 0, f"{where}.l"),
-            attempt_id=entry.get("a"),
-            acked=_integer(entry.get("cm") or 0, f"{where}.cm"),
-            counts=_numbers(entry.get("oc"), f"{where}.oc"),
-            visible_ms=_numbers(entry.get("ot"), f"{where}.ot"),
-            released=_integer(entry.get("rel") or 0, f"{where}.rel"),
-            suspended=_suspended(entry.get("susp"), f"{where}.susp"),
+            offsets=_offsets(member(entry, "o", list, [])),
+            pop_time_ms=_integer(entry.get("popTime") or 0, "popTime"),
+            invisible_ms=None if invisible_ms is None else _integer(invisible_ms, "i", minimum=-_I64_MAX),
+            updated_ms=_integer(entry.get("l") or 0, "l"),
+            attempt_id=member(entry, "a", str, None),
+            acked=_integer(entry.get("cm") or 0, "cm"),
+            counts=_numbers(entry, "oc"),
+            visible_ms=_numbers(entry, "ot"),
+            released=_integer(entry.get("rel") or 0, "rel"),
+            suspended=_suspended(entry),
             unknown={name: value for name, value in entry.items() if name not in _MEMBERS and value is not None},
         )
-        if info.attempt_id is not None and not isinstance(info.attempt_id, str):
-            _refuse(f"{where}.a", f"a string is expected, not {type(info.attempt_id).__name__}")
         # An attempt entry has no bits, so no shift can wrap: a batch of the queue model may be longer.
         if len(info.offsets) > BATCH_MAX and (info.pop_time_ms or info.acked or info.released):
-            _refuse(f"{where}.o", f"{len(info.offsets)} offsets; a batch has at most {BATCH_MAX}")
+            raise ValueError(f"o: {len(info.offsets)} offsets; a batch has at most {BATCH_MAX}")
         return info
 
 
@@ -409,66 +408,59 @@ def _read(value: Mapping[str, Any]) -> tuple[dict[QueueKey, OrderInfo], dict[str
     """Return the records, and the entries of another form."""
     records: dict[QueueKey, OrderInfo] = {}
     others: dict[str, Any] = {}
-    for key, queues in _object(value.get("table"), "table").items():
-        topic, at, group = key.partition("@")
-        if not at or "@" in group:
-            others[key] = queues
-            continue
-        for queue_id, entry in _by_number(queues, key).items():
-            if entry is not None:
-                records[QueueKey(group, topic, queue_id)] = OrderInfo.from_json(entry, f"{key}[{queue_id}]")
+    where = "table"
+    try:
+        table = object_member(value, "table")
+        for key, queues in table.items():
+            where, (topic, at, group) = key, key.partition("@")
+            if not at or "@" in group:
+                others[key] = queues
+                continue
+            for queue_id, entry in _by_number(table, key).items():
+                where = f"{key}[{queue_id}]"
+                if entry is not None:
+                    records[QueueKey(group, topic, queue_id)] = OrderInfo.from_json(entry)
+    except ValueError as error:
+        raise ValueError(f"order info: {where[:200]}: {error}") from error
     return records, others
 
 
-def _object(value: object, where: str) -> dict[str, Any]:
-    """Return a JSON object: an empty one for None."""
-    if value is not None and not isinstance(value, dict):
-        _refuse(where, f"an object is expected, not {type(value).__name__}")
-    return value or {}
-
-
-def _by_number(value: object, where: str) -> dict[int, Any]:
-    """Return a JSON object whose keys are numbers. Only the spelling that we would write is accepted."""
+def _by_number(value: Mapping[str, Any], name: str) -> dict[int, Any]:
+    """Return an object member whose keys are numbers. Only the spelling that we would write is accepted."""
     found = {}
-    for name, each in _object(value, where).items():
-        if not _NUMBER(str(name)) or int(name) > _I64_MAX:
-            _refuse(where, f"key {str(name)[:40]!r} is not a number")
-        found[int(name)] = each
+    for key, each in object_member(value, name).items():
+        if not _NUMBER(key) or int(key) > _I64_MAX:
+            raise ValueError(f"{name}: key {key[:40]!r} is not a number")
+        found[int(key)] = each
     return found
 
 
-def _numbers(value: object, where: str) -> dict[int, int] | None:
-    if value is None:
+def _numbers(entry: Mapping[str, Any], name: str) -> dict[int, int] | None:
+    if entry.get(name) is None:
         return None
-    return {key: _integer(number, f"{where}[{key}]") for key, number in _by_number(value, where).items()}
+    return {key: _integer(number, f"{name}[{key}]") for key, number in _by_number(entry, name).items()}
 
 
-def _offsets(value: object, where: str) -> tuple[int, ...]:
+def _offsets(value: list[Any]) -> tuple[int, ...]:
     """Return absolute offsets for the file's distances from the first."""
-    if value is not None and not isinstance(value, list):
-        _refuse(where, f"a list is expected, not {type(value).__name__}")
-    numbers = [_integer(number, where) for number in value or ()]
+    numbers = [_integer(number, "o") for number in value]
     offsets = (*numbers[:1], *(numbers[0] + distance for distance in numbers[1:]))
     if any(a >= b for a, b in pairwise(offsets)) or (offsets and offsets[-1] > _I64_MAX):
-        _refuse(where, "the offsets do not ascend")
+        raise ValueError("o: the offsets do not ascend")
     return offsets
 
 
-def _suspended(value: object, where: str) -> dict[int, BlockedQueue]:
+def _suspended(entry: Mapping[str, Any]) -> dict[int, BlockedQueue]:
     found = {}
-    for offset, each in _by_number(value, where).items():
+    for offset, each in _by_number(entry, "susp").items():
         if not (isinstance(each, list) and len(each) == 3 and isinstance(each[2], str)):
-            _refuse(f"{where}[{offset}]", "[attempt, ms, error] is expected")
-        attempt, since_ms = (_integer(number, f"{where}[{offset}]") for number in each[:2])
+            raise ValueError(f"susp[{offset}]: [attempt, ms, error] is expected")
+        attempt, since_ms = (_integer(number, f"susp[{offset}]") for number in each[:2])
         found[offset] = BlockedQueue(offset, attempt, since_ms, each[2])
     return found
 
 
-def _integer(value: object, where: str, minimum: int = 0) -> int:
+def _integer(value: object, name: str, minimum: int = 0) -> int:
     if type(value) is not int or not minimum <= value <= _I64_MAX:
-        _refuse(where, f"{str(value)[:40]!r} is not a number from {minimum} to {_I64_MAX}")
+        raise ValueError(f"{name}: {str(value)[:40]!r} is not a number from {minimum} to {_I64_MAX}")
     return value
-
-
-def _refuse(where: str, why: str) -> NoReturn:
-    raise ValueError(f"order info: {where[:200]}: {why}")
