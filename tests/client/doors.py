@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import mqstore
+import mqstore.aio
 from mqstore.aio.loop_thread import LoopThread
 from mqstore.aio.store import Store as AsyncStore
 from mqstore.broker import opening
@@ -23,7 +25,7 @@ DOORS = ("here", "connect", "aio")
 
 
 class Awaited:
-    """An object of `mqstore.aio` whose coroutines are awaited on a loop in another thread."""
+    """An object of `mqstore.aio` whose coroutines are awaited on a loop in another thread. Its iterators are lists."""
 
     def __init__(self, on_loop: Callable[[Any], Any], wrapped: Any) -> None:
         self._on_loop, self._wrapped = on_loop, wrapped
@@ -34,7 +36,9 @@ class Awaited:
 
     def _call(self, method: Any, args: Any, options: Any) -> Any:
         async def call() -> Any:
-            result = method(*[getattr(each, "_wrapped", each) for each in args], **options)
+            result = method(*[_unwrapped(each) for each in args], **options)
+            if isinstance(result, AsyncIterator):
+                return [each async for each in result]
             return await result if inspect.isawaitable(result) else result
 
         found = self._on_loop(call())
@@ -44,6 +48,12 @@ class Awaited:
 
     def _shown(self, found: Any) -> Any:
         return Awaited(self._on_loop, found) if type(found).__module__.startswith("mqstore.aio") else found
+
+
+def _unwrapped(each: Any) -> Any:
+    if isinstance(each, list):
+        return [_unwrapped(one) for one in each]
+    return getattr(each, "_wrapped", each)
 
 
 class Doors(Bench):
@@ -73,6 +83,11 @@ class Doors(Bench):
             return await self._aio.queue(name, **options)
 
         return Awaited(self._on_loop, self._on_loop(make()))
+
+    @property
+    def mqstore(self) -> Any:
+        """Functions of `mqstore`, or of `mqstore.aio`."""
+        return mqstore if self._aio is None else Awaited(self._on_loop, mqstore.aio)
 
     def restart(self) -> None:
         """Close the store and open it again."""

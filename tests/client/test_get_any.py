@@ -14,7 +14,7 @@ import mqstore.aio
 from mqstore import QueueEmpty, QueueShutDown
 from mqstore.errors import StoreClosedError
 from mqstore.signalsafe import Bell
-from tests.client.doors import Awaited, Doors
+from tests.client.doors import Doors
 from tests.client.support import ended, in_thread, parked, until
 
 
@@ -33,9 +33,7 @@ class Way:
         self.doors.settle()
 
     def take(self, *names: str, timeout: float | None = 20) -> str:
-        queues = [getattr(self.queue(name), "_wrapped", self.queue(name)) for name in names]
-        here: Any = Awaited(self.doors._on_loop, mqstore.aio) if self.doors.door == "aio" else mqstore
-        task = here.get_any(queues, timeout)
+        task = self.doors.mqstore.get_any([self.queue(name) for name in names], timeout)
         task.ack()
         return f"{task.message.topic} {task.value}"
 

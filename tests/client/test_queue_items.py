@@ -16,16 +16,6 @@ from tests.client.doors import Doors
 STATES = ("ready", "leased", "retry", "delayed", "dead")
 
 
-def listed(doors: Doors, queue: Any, state: Any = None) -> list[Any]:
-    if doors.door != "aio":
-        return list(queue.items(state))
-
-    async def collect() -> list[Any]:
-        return [item async for item in queue._wrapped.items(state)]
-
-    return list(doors._on_loop(collect()))
-
-
 def filled(doors: Doors, name: str = "jobs") -> tuple[Any, Any]:
     """A queue with items in all states, and the leased task: retry, leased, dead, ready, ready, delayed."""
     queue = doors.queue(name, codec=mqstore.JSON)
@@ -57,11 +47,9 @@ def test_items_are_listed_by_state(doors: Doors) -> None:
         ("dead", "dead", 1, None, "no such page"),
     ]
 
-    assert [
-        (each.value, each.state, each.attempt, each.until, each.reason) for each in listed(doors, queue)
-    ] == expected
+    assert [(each.value, each.state, each.attempt, each.until, each.reason) for each in queue.items()] == expected
     for state in STATES:
-        assert [each.value for each in listed(doors, queue, state)] == [row[0] for row in expected if row[1] == state]
+        assert [each.value for each in queue.items(state)] == [row[0] for row in expected if row[1] == state]
     assert [each.value for each in queue.peek(3)] == ["retry", "leased", "ready 1"]
     assert [each.value for each in queue.peek()] == ["retry"]
     assert queue.counts() == counts(ready=2, leased=1, retry=1, delayed=1, dead=1)
@@ -87,7 +75,7 @@ def test_purge_removes_one_state_or_all(doors: Doors, state: Any, purged: int, l
 
     assert queue.purge(state) == purged
     assert queue.counts() == left
-    assert len(listed(doors, queue)) == sum(left.values())
+    assert len(list(queue.items())) == sum(left.values())
     assert queue.purge(state) == 0
     queue.put("after")
     leased.ack()

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 import mqstore
-import mqstore.aio
 from mqstore.client.itemoptions import ItemOptions
-from tests.client.doors import Awaited, Doors
+from tests.client.doors import Doors
 
 TASK = ("release", "progress")
 OTHERS = ("put_many", "cancel", "find", "peek", "items", "counts", "purge", "get_any", "run", "codec", "name")
@@ -88,22 +87,9 @@ def listed(verb: str, *given: Any) -> Callable[[Doors, Any], Any]:
         queue.put_many(["a", "b", "c"])
         queue.get().nack(60)
         found = getattr(queue, verb)(*given)
-        return [(item.value, item.state, item.attempt) for item in every(doors, found)]
+        return [(item.value, item.state, item.attempt) for item in found]
 
     return row
-
-
-def every(doors: Doors, items: Any) -> list[Any]:
-    """Return all of an iterator, which is asynchronous in asyncio."""
-    wrapped = getattr(items, "_wrapped", items)
-    if not hasattr(wrapped, "__aiter__"):
-        return list(wrapped)
-
-    async def collect() -> list[Any]:
-        return [each async for each in wrapped]
-
-    found: list[Any] = doors._on_loop(collect())
-    return found
 
 
 def counts(doors: Doors, queue: Any) -> Any:
@@ -137,9 +123,7 @@ def progress(doors: Doors, queue: Any) -> Any:
 def get_any(doors: Doors, queue: Any) -> Any:
     second = doors.queue("second", codec=mqstore.TEXT)
     second.put("a")
-    queues = [getattr(each, "_wrapped", each) for each in (queue, second)]
-    here: Any = Awaited(doors._on_loop, mqstore.aio) if doors.door == "aio" else mqstore
-    return here.get_any(queues, timeout=5).value
+    return doors.mqstore.get_any([queue, second], timeout=5).value
 
 
 def run(doors: Doors, queue: Any) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -80,21 +78,11 @@ def test_find_refuses_what_cannot_be_a_key(doors: Doors, key: Any) -> None:
         doors.queue().find(key)
 
 
-def _look(doors: Doors, queue: Any, verb: str, state: str) -> None:
-    async def looked() -> None:
-        [None async for _ in queue._wrapped.items(state)]
-
-    if verb == "items" and doors.door == "aio":
-        doors._on_loop(looked())
-    else:
-        list(getattr(queue, verb)(state))
-
-
 @pytest.mark.parametrize("verb", ["purge", "items"])
 def test_wrong_state_is_refused_with_the_states(doors: Doors, verb: str) -> None:
     queue = doors.queue()
     with pytest.raises(errors.ConfigError, match=r"ready, leased, retry, delayed.*not 'Ready'") as found:
-        _look(doors, queue, verb, "Ready")
+        list(getattr(queue, verb)("Ready"))
     assert "byte" not in str(found.value)
 
 
@@ -107,24 +95,15 @@ def test_receipt_of_another_queue_cancels_nothing(doors: Doors, options: Put) ->
     assert one.cancel(receipt) is True
 
 
-def _call(door: str, function: Callable[..., Any], *args: Any) -> Any:
-    async def call() -> Any:
-        result = function(*args)
-        return await result if inspect.isawaitable(result) else result
-
-    return asyncio.run(call()) if door == "aio" else function(*args)
-
-
 @pytest.mark.parametrize(
     "wrong", [lambda queue: queue, lambda queue: [queue, "x"], lambda queue: [], lambda queue: None]
 )
 def test_get_any_takes_a_list_of_queues(doors: Doors, wrong: Callable[[Any], Any]) -> None:
     queue = doors.queue()
     queue.put(b"x")
-    function: Any = mqstore.aio.get_any if doors.door == "aio" else mqstore.get_any
     name = "mqstore.aio.Queue" if doors.door == "aio" else "mqstore.Queue"
     with pytest.raises(errors.ConfigError, match=f"get_any takes a list of one or more {name}"):
-        _call(doors.door, function, wrong(getattr(queue, "_wrapped", queue)))
+        doors.mqstore.get_any(wrong(queue))
     assert queue.counts()["ready"] == 1  # nothing was leased
 
 
