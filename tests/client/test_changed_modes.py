@@ -199,16 +199,20 @@ def test_a_receive_that_waits_hears_of_the_retry_topic_of_reading(bench: PushBen
 # --- nobody subscribes any more --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("after", [pop, receive])
+@pytest.mark.parametrize("after", CONSUMERS)
 @pytest.mark.parametrize("ordered", [False, True], ids=["unordered", "ordered"])
-def test_retry_of_an_unwanted_topic_ends_dead(bench: PushBench, after: Consume, ordered: bool) -> None:
+def test_retry_of_an_unwanted_topic_ends_dead(
+    bench: PushBench, after: Consume, ordered: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     bench.put(b"left", topic="u")
     bench.put(b"a", b"b")
     fail_once(bench, read, ("t", "u"))
     bench.broker.groups.alter("g", orderly=ordered)
     bench.put(b"new")
+    caplog.clear()
     seen = after(bench, False, seconds=24)
     assert [each[:2] for each in sorted(seen)] == [("t", b"a"), ("t", b"b"), ("t", b"new")]
+    assert ("a retry of topic 'u', to which nobody" in caplog.text) == (ordered and after is read)
     [letter] = bench.broker.dead_letters("g")
     assert letter.body == b"left"
     assert letter.stored_properties()["DLQ_ORIGIN_TOPIC"] == "u"

@@ -231,19 +231,6 @@ def test_unreturnable_message_holds_the_position(tmp_path: Path) -> None:
 # --- topics --------------------------------------------------------------------------------------------------------
 
 
-def test_retries_of_an_unsubscribed_topic_end_dead(bench: PushBench) -> None:
-    consumer = bench.consumer(Handler(bench, ValueError("x")), retry=RetryPolicy(3, delays=[1]))
-    bench.put(b"m")
-    bench.settle()
-    assert bench.leave(consumer)
-    bench.broker.topics.create("u")
-    other = Handler(bench)
-    bench.consumer(other, "u")
-    bench.advance(10)
-    assert other.seen == []
-    assert bench.dead() == [b"m"]
-
-
 def test_a_batch_of_retries_is_of_one_topic(bench: PushBench) -> None:
     """Both topics' copies lie in one retry queue; a handler was given those of the other, too."""
     bench.broker.topics.create("u", queues=1)

@@ -13,7 +13,7 @@ import pytest
 
 import mqstore
 from mqstore import BatchFailure, Message, QueueRef, Reject, Retry, RetryPolicy, cancelled
-from mqstore.errors import ConfigError, StoreBusyError
+from mqstore.errors import StoreBusyError
 from tests.client.orderlysupport import Bench
 from tests.client.pushsupport import hook
 
@@ -511,19 +511,6 @@ def test_attempts_of_a_formerly_concurrent_group_are_counted_on(bench: Bench) ->
     assert bench.dead() == ["0"]
     [letter] = bench.broker.dead_letters("g")
     assert letter.stored_properties()["DLQ_ORIGIN_TOPIC"] == "t"
-
-
-def test_retries_of_an_unwanted_topic_end_dead_and_logged(bench: Bench) -> None:
-    bench.store.create_topic("u", queues=1)
-    bench.put("0", topic="u")
-    bench.put("1")
-    formerly_concurrent(bench, "01", ("t", "u"))
-    bench.join(retry=RetryPolicy(3, [1]), batch_size=5, handler=lambda messages: None)
-    bench.advance(10)
-
-    assert bench.bodies == ["1"]
-    assert bench.dead() == ["0"]
-    assert "'u'" in bench.told(ConfigError)[0]
 
 
 # --- broadcasting (clients#broadcasting) ------------------------------------------------------------------------------

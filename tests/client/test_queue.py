@@ -381,13 +381,6 @@ def test_after_kill_9_what_was_on_lease_comes_again_at_once(tmp_path: Path, monk
         assert sorted(taken(store.queue("jobs"))) == [b"on lease", b"ready"]
 
 
-def test_it_is_a_topic_and_a_group_of_its_name(bench: Bench) -> None:
-    queue = bench.queue()
-    bench.broker.put("jobs", b"from elsewhere")
-    assert taken(queue) == [b"from elsewhere"]
-    assert bench.broker.committed("jobs", "jobs", 0) == 1
-
-
 def test_retention_keeps_what_was_never_got(bench: Bench) -> None:
     queue = bench.queue()
     queue.put(b"a")
