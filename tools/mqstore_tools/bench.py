@@ -47,6 +47,7 @@ def bench(messages: int, body_bytes: int, directory: Path | None, json_output: b
     syncs = min(_SYNCS, messages)
     body = bytes(i * 7 & 0xFF for i in range(body_bytes))
     results: list[dict[str, object]] = []
+    rows: list[tuple[str, ...]] = []
     tests: list[tuple[str, int, Callable[[Path], Callable[[], int]]]] = [
         ("put, append", messages, lambda path: lambda: _put(path, body, messages)),
         ("put_many of 1000, append", messages, lambda path: lambda: _put_many(path, body, messages)),
@@ -66,24 +67,11 @@ def bench(messages: int, body_bytes: int, directory: Path | None, json_output: b
             seconds = time.perf_counter() - begin
             if done != count:
                 raise click.ClickException(f"{name}: expected {count} messages, got {done}")
-            results.append(
-                {
-                    "name": name,
-                    "messages": count,
-                    "seconds": round(seconds, 6),
-                    "per_second": round(count / seconds),
-                    "body_bytes_per_second": round(count * body_bytes / seconds),
-                }
-            )
-    rows = [
-        (
-            r["name"],
-            f"{r['messages']:,}",
-            f"{r['per_second']:,}",
-            f"{show_bytes(int(str(r['body_bytes_per_second'])))}/s",
-        )
-        for r in results
-    ]
+            figures = {"seconds": round(seconds, 6), "per_second": round(count / seconds)}
+            figures["body_bytes_per_second"] = round(count * body_bytes / seconds)
+            results.append({"name": name, "messages": count, **figures})
+            rate = show_bytes(round(count * body_bytes / seconds))
+            rows.append((name, f"{count:,}", f"{count / seconds:,.0f}", f"{rate}/s"))
     title = f"bodies of {body_bytes} bytes, one run each, under {directory or tempfile.gettempdir()}"
     cells = (title, ("test", "messages>", "a second>", "of bodies>"), rows)
     show_tables({"body_bytes": body_bytes, "results": results}, cells, json_output=json_output)

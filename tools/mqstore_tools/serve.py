@@ -31,20 +31,12 @@ from mqstore_tools.render import VERSION, as_json, note
 from mqstore_tools.shared import command, directory_argument
 
 
-class _Address(click.ParamType[tuple[str, int]]):
-    """HOST:PORT. An IPv6 host is in brackets."""
-
-    name = "address"
-
-    def convert(
-        self, value: str | tuple[str, int], param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, int]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            return parsed_address(value)
-        except ConfigError as error:
-            self.fail(f"{error}.", param, ctx)
+def _address(value: Any) -> tuple[str, int]:
+    """Parse HOST:PORT. An IPv6 host is in brackets."""
+    try:
+        return parsed_address(value)
+    except ConfigError as error:
+        raise click.BadParameter(f"{error}.") from None
 
 
 _FILE: dict[str, Any] = {"type": click.Path(exists=True, dir_okay=False, path_type=Path), "metavar": "FILE"}
@@ -60,7 +52,7 @@ _FILE: dict[str, Any] = {"type": click.Path(exists=True, dir_okay=False, path_ty
 @directory_argument
 @click.option(
     "--listen",
-    type=_Address(),
+    type=_address,
     metavar="HOST:PORT",
     multiple=True,
     show_default="127.0.0.1:9876",
@@ -87,7 +79,7 @@ _FILE: dict[str, Any] = {"type": click.Path(exists=True, dir_okay=False, path_ty
     is_flag=True,
     help="Without --auth: allow an address that other machines reach. Anybody there can read and write every message.",
 )
-@click.option("--metrics", type=_Address(), metavar="HOST:PORT", help="Address at which Prometheus gets /metrics.")
+@click.option("--metrics", type=_address, metavar="HOST:PORT", help="Address at which Prometheus gets /metrics.")
 @click.option(
     "--max-connections",
     type=click.IntRange(1),
