@@ -82,6 +82,7 @@
 
 /* mqstore.broker.pop.state */
 #define MAX_BATCH 32
+#define NEVER_MS 9223372036854775807
 #define COMPACT_FROM 1024
 #define NOTES_KEPT 65536
 #define REVIVED_KEPT 65536
