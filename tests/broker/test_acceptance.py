@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mqstore import QueueRef, RetryPolicy
-from mqstore.errors import ConfigError, NotPermittedError, StoreClosedError
+from mqstore.errors import ConfigError, StoreClosedError
 from tests.broker.support import Bench, Broker, Mode
 from tests.children import in_child
 from tests.tools.support import mqstore, mqstore_json, snapshot
@@ -202,11 +202,3 @@ def test_recover_reports_messages_of_a_removed_level(tmp_path: Path, dry_run: li
     bench.open(delay_levels="1s").close()
     assert json.loads(mqstore("recover", bench.path, "--json", *dry_run).stdout)["orphan_levels"] == {"2": 2}
     assert "2 messages wait in delay level 2" in mqstore("recover", bench.path, *dry_run).stderr
-
-
-def test_a_user_does_not_put_into_a_retry_topic(bench: Bench) -> None:
-    with pytest.raises(NotPermittedError, match="send_back"):
-        bench.broker.put("%RETRY%g", b"x")
-    with pytest.raises(NotPermittedError, match="send_back"):
-        bench.broker.put_many("%RETRY%g", [b"x"])
-    assert bench.broker.topics.names() == []

@@ -461,11 +461,6 @@ def test_metrics_are_served_on_a_full_disk(tmp_path: Path) -> None:
         bench.broker.prometheus()
 
 
-def test_empty_store_reports_zeros(bench: Bench) -> None:
-    for name in ("storage_message_reserve_time", "pop_revive_lag", "pop_revive_latency", "half_messages"):
-        assert value_of(bench.broker, name) == 0
-
-
 def test_redeliveries_that_are_overdue(bench: Bench, broker: Broker) -> None:
     broker.put_many("t", [b"x"] * 5)
     found = broker.pop("g", "t", 5, invisible=10)

@@ -79,6 +79,8 @@ def test_empty_store_has_no_labels(bench: Bench) -> None:
     lines = bench.broker.prometheus().splitlines()
     for name in ("send_to_dlq", "commit", "rollback"):
         assert f"rocketmq_{name}_messages_total 0" in lines
+    for gauge in ("storage_message_reserve_time", "pop_revive_lag", "pop_revive_latency", "half_messages"):
+        assert f"rocketmq_{gauge} 0" in lines
     assert "rocketmq_delay_message_latency_count 0" in lines
 
 

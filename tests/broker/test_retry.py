@@ -297,12 +297,3 @@ def test_retry_queues_of_none_dead_letter_at_once(tmp_path: Path) -> None:
     parts = new_parts(tmp_path / "store")
     assert back(parts, put(parts)).topic == "%DLQ%g"
     parts.store.close()
-
-
-def test_retries_and_letters_are_counted(parts: Parts) -> None:
-    for level in (0, 0, -1):
-        back(parts, put(parts), delay_level=level)
-    Retries(parts).dead_letter(put(parts), "g", "r")
-    total = parts.statistics.snapshot().total
-    counted = {name: total(name, "orders@g") for name in ("SNDBCK_PUT_NUMS", "SNDBCK2DLQ_TIMES", "DLQ_PUT_NUMS")}
-    assert counted == {"SNDBCK_PUT_NUMS": 2, "SNDBCK2DLQ_TIMES": 1, "DLQ_PUT_NUMS": 2}

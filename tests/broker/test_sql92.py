@@ -9,7 +9,6 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -496,16 +495,6 @@ def test_nested_betweens_do_not_double_the_work_at_each_level(sql: Sql) -> None:
 
     assert sql(f"{text} is null").evaluate(properties) is True
     assert properties.asked < 100
-
-
-def test_threads_share_an_expression(sql: Sql) -> None:
-    shared = sql("a > 10 and b in ('x', 'y') or c is null")
-    inputs = [{"a": str(i), "b": "xyz"[i % 3], "c": "1"} for i in range(200)]
-
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(shared.evaluate, inputs))
-
-    assert found == [i > 10 and i % 3 < 2 for i in range(200)]
 
 
 # -- any text ---------------------------------------------------------------------------------------------------------

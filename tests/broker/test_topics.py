@@ -12,7 +12,6 @@ import pytest
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, TopicNotFoundError
 from tests.broker.tablesupport import QueueKey, TopicConfig, Topics, topics_of
 from tests.conftest import Golden
-from tests.faults import Crash
 from tests.log.support import open_store
 
 SYSTEM_TOPICS = (
@@ -346,34 +345,6 @@ def test_pop_retry_topics_go_with_their_topic_and_no_others(topics: Topics) -> N
     assert topics.table.names() == ["%RETRY%g", "%RETRY%g+ba", "%RETRY%g_a", "b-a"]
     assert topics.again().names() == topics.table.names()
     assert sorted(told) == ["%RETRY%g+a", "%RETRY%h+a", "a"]
-
-
-def test_a_deletion_cut_short_leaves_a_topic_that_can_be_deleted(tmp_path: Path) -> None:
-    for nth in range(1, 80, 3):
-        topics = Topics(tmp_path / str(nth))
-        topics.table.for_send("a")
-        topics.fill("a", 0, 3)
-        topics.offsets.commit(QueueKey("g", "a", 0), 2, durability="flush")
-        topics.fs.crash(nth, torn=True)
-        try:
-            topics.table.delete("a", force=True)
-            done = True
-        except Crash:
-            done = False
-        topics.fs.heal()
-        topics.table = table = topics.again()
-        offsets = topics.offsets
-        entered = table.get("a") is not None
-        first, progress = offsets.bounds("a", 0)[0], offsets.committed(QueueKey("g", "a", 0))
-        assert (entered, first, progress) in {(True, 0, 2), (True, 3, 2), (True, 3, None), (False, 3, None)}
-        if entered:
-            table.delete("a", force=True)
-        assert (table.get("a"), offsets.bounds("a", 0)) == (None, (3, 3))
-        topics.store.close()
-        if done:
-            assert not entered
-            return
-    raise AssertionError("a deletion makes fewer changes than that")
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
