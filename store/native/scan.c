@@ -7,15 +7,19 @@
 
 Py_buffer *hold(Buffers *held, PyObject *object, Py_ssize_t width, Py_ssize_t count, bool writable, const char *name)
 {
-    if (held->count == sizeof held->views / sizeof *held->views)
-        return PyErr_Format(PyExc_SystemError, "%s: more buffers than `Buffers` has room for", name);
+    if (held->count == sizeof held->views / sizeof *held->views) {
+        PyErr_Format(PyExc_SystemError, "%s: more buffers than `Buffers` has room for", name);
+        return NULL;
+    }
     Py_buffer *view = &held->views[held->count];
     if (PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0)) < 0)
         return NULL;
     held->count++;
     bool aligned = !view->len || (uintptr_t)view->buf % (uintptr_t)width == 0;
-    if (!aligned || view->len % width || (count >= 0 && view->len / width != count))
-        return PyErr_Format(PyExc_ValueError, "%s: expected %zd items of %zd bytes, got %zd bytes", name, count, width, view->len);
+    if (!aligned || view->len % width || (count >= 0 && view->len / width != count)) {
+        PyErr_Format(PyExc_ValueError, "%s: expected %zd items of %zd bytes, got %zd bytes", name, count, width, view->len);
+        return NULL;
+    }
     return view;
 }
 
