@@ -143,14 +143,17 @@ def test_the_slot_of_a_record_that_was_lost_is_void(tmp_path: Path) -> None:
 
 
 def test_a_queue_that_begins_late_begins_in_its_file(tmp_path: Path) -> None:
-    """format#sizes and format#void: the file is the one that holds the slot; what lies before it there is void."""
-    java_log(tmp_path / "s", [(b"t", 0, 21, b"first"), (b"t", 0, 22, b"second")])
-    with open_store(tmp_path / "s", consumequeue_units=8) as store:
-        assert store.offsets("t") == (21, 23)
-        assert [m.body for m in store.read("t", 0, 21)] == [b"first", b"second"]
-    folder = tmp_path / "s" / "consumequeue" / "t" / "0"
-    assert [p.name for p in folder.iterdir()] == [f"{16 * 20:020d}"]
-    assert units_of(tmp_path / "s", "t")[:5] == [VOID] * 5
+    """format#sizes and format#void: the file is the one that holds the slot; what lies before it there is void. So
+    it is when that file is lost and made again, with a later one there."""
+    java_log(tmp_path / "s", [(b"t", 0, i, b"%d" % i) for i in range(21, 27)])
+    files = [tmp_path / "s" / "consumequeue" / "t" / "0" / f"{slot * 20:020d}" for slot in (16, 24)]
+    for _ in range(2):
+        with open_store(tmp_path / "s", consumequeue_units=8) as store:
+            assert store.offsets("t") == (21, 27)
+            assert [m.body for m in store.read("t", 0, 21)] == [b"%d" % i for i in range(21, 27)]
+        assert sorted(files[0].parent.iterdir()) == files
+        assert units_of(tmp_path / "s", "t")[:5] == [VOID] * 5
+        files[0].unlink()
 
 
 UNSAFE = [b"../evil", b"..", b".", b"a/b", b"/etc", b"nul\0", b"line\n", b"\x1b[31m", b"\xff\xfe", b"\xc2\x85"]
@@ -316,6 +319,7 @@ def test_an_index_file_that_is_full_is_followed_by_one_of_a_later_name(tmp_path:
         assert len(names) == -(-400 // 31)
         firsts = [struct.unpack_from(">q", (tmp_path / "s" / "index" / n).read_bytes(), 16)[0] for n in names]
         assert firsts == sorted(firsts)
+        assert sum(file.writable for file in store.index.files) <= 2  # each costs a descriptor and a mapping
         assert [m.offset for m in store.find("t", key="all", limit=1000)] == list(range(199, -1, -1))
 
 
