@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from mqstore import Message, SimulatedClock, StoreConfig, native
 from mqstore.errors import StoreIOError
 from mqstore.layout.properties import decode_properties
-from mqstore.layout.scan import gather, read_run
+from mqstore.layout.scan import Headers, read_run
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.reading.records import Request
 from mqstore.log.store import MessageStore
@@ -281,7 +281,7 @@ def test_without_checksums_all_else_is_still_compared(checksums: bool) -> None:
         if not out[0]:
             assert (table == -1).all()
         else:
-            headers = gather(bytes(bad), [0])
+            headers = Headers(bytes(bad), [0])
             parts = ("body", "topic", "properties")
             columns = [getattr(headers, f"{part}_{what}") for part in parts for what in ("position", "size")]
             assert table[:, 0].tolist() == [int(column[0]) for column in columns]

@@ -1,4 +1,4 @@
-"""Records looked at one struct at a time give what arrays give: `few` against `walk`, `gather`, `rows_of`. The arrays
+"""Records looked at one struct at a time give what arrays give: `few` against `walk`, `Headers`, `rows_of`. The arrays
 are checked against the Java engine's files elsewhere; here they are the model.
 """
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mqstore.layout.dispatch import FEW_RECORDS, SCHEDULE_TOPIC, Output, few, rows_of, tags_code_at
 from mqstore.layout.javahash import index_hash, java_hash
 from mqstore.layout.record import INNER_BATCH, MAGIC_V1, MAGIC_V2, encode_blank
-from mqstore.layout.scan import gather, walk
+from mqstore.layout.scan import Headers, walk
 
 LEVELS_MS = (1_000, 5_000, 10_000)
 BASE = 3 << 26
@@ -85,10 +85,10 @@ def plain(output: Output) -> tuple[Any, ...]:
 def by_arrays(data: bytes) -> tuple[Output, bool]:
     """What the array path gives, and whether there was nothing but good records."""
     positions, stop = walk(data, 0, len(data), 8192)
-    headers = gather(data, positions)
+    headers = Headers(data, positions)
     whole = stop == len(data) and bool(headers.ok.all())
     with np.errstate(over="ignore"):
-        return rows_of(data, gather(data, positions[headers.ok]), BASE, LEVELS_MS).output(), whole
+        return rows_of(data, Headers(data, positions[headers.ok]), BASE, LEVELS_MS).output(), whole
 
 
 @given(st.lists(RECORDS, min_size=1, max_size=FEW_RECORDS))
@@ -98,7 +98,7 @@ def test_few_records_give_what_arrays_give(records: list[bytes]) -> None:
     found = few(data, 0, len(data), BASE, LEVELS_MS)
     assert whole
     if found is None:  # for nothing but what is no ordinary record
-        headers = gather(data, walk(data, 0, len(data))[0])
+        headers = Headers(data, walk(data, 0, len(data))[0])
         assert (headers.sys_flag & INNER_BATCH).any() or b"INNER_MULTI_DISPATCH" in data
     else:
         assert plain(found) == plain(expected)
@@ -118,7 +118,7 @@ def test_damaged_records_give_what_arrays_give_or_are_left_to_them(data: st.Data
 
 @given(RECORDS)
 def test_the_tags_code_of_one_record(whole: bytes) -> None:
-    assert tags_code_at(whole, 0, LEVELS_MS) == rows_of(whole, gather(whole, [0]), BASE, LEVELS_MS).tags_code[0]
+    assert tags_code_at(whole, 0, LEVELS_MS) == rows_of(whole, Headers(whole, [0]), BASE, LEVELS_MS).tags_code[0]
 
 
 @pytest.mark.parametrize("cut", [1, 8, 60])

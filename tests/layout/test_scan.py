@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from mqstore.layout import scan
 from mqstore.layout.record import MAGIC_V1, MAGIC_V2, Checksum, check_record, decode_record, encode_blank
-from mqstore.layout.scan import check_place, content_end, find_next, gather, topic_is, verify, walk
+from mqstore.layout.scan import Headers, check_place, content_end, find_next, topic_is, verify, walk
 from tests.records import encode_record
 
 CHECKSUMS: list[Checksum] = ["crc32c-record", "crc32-body"]
@@ -187,7 +187,7 @@ def test_columns_do_not_keep_a_mapping_open() -> None:
     mapping[:] = data
 
     positions, _ = walk(mapping, 0, len(data))
-    headers = gather(mapping, positions)
+    headers = Headers(mapping, positions)
     verified, sizes = verify(mapping, headers, "crc32c-record"), headers.size
     del headers
     mapping.close()  # BufferError if an array still lay over it
@@ -196,13 +196,13 @@ def test_columns_do_not_keep_a_mapping_open() -> None:
     assert int(sizes.sum()) == len(data)
 
 
-# --- gather ---
+# --- Headers ---
 
 
 @given(data=logs("crc32c-record"))
 def test_columns_hold_what_struct_reads(data: bytes) -> None:
     positions, _ = walk(data, 0, len(data))
-    headers = gather(data, positions)
+    headers = Headers(data, positions)
 
     assert headers.ok.tolist() == [naive_ok(data, position) for position in positions.tolist()]
     for topic in (b"a", b"orders", b"t" * 128):
@@ -234,9 +234,9 @@ def test_positions_where_no_record_fits_are_refused() -> None:
     data = log(2, lambda i: i)
 
     with pytest.raises(ValueError, match="no record can start at -1"):
-        gather(data, [0, -1])
+        Headers(data, [0, -1])
     with pytest.raises(ValueError, match="no record can start at"):
-        gather(data, [0, len(data) - 90])
+        Headers(data, [0, len(data) - 90])
 
 
 @given(data=st.binary(min_size=91, max_size=300), numbers=st.data())
@@ -246,7 +246,7 @@ def test_garbage_is_never_ok_nor_read_beyond_its_end(data: bytes, numbers: st.Da
     struct.pack_into(">ii", buf, 0, size, numbers.draw(st.sampled_from([MAGIC_V1, MAGIC_V2, 0])))
     buf[36:40] = numbers.draw(st.sampled_from([b"\0\0\0\0", b"\0\0\0\x10", b"\0\0\0\x20", b"\0\0\0\x30"]))
 
-    headers = gather(buf, [0])
+    headers = Headers(buf, [0])
 
     assert headers.ok.tolist() == [naive_ok(bytes(buf), 0)]
     for column in (headers.store_timestamp_ms, headers.reconsume_times, headers.prepared_transaction_offset):
@@ -278,11 +278,11 @@ def test_garbage_is_never_ok_nor_read_beyond_its_end(data: bytes, numbers: st.Da
 )
 def test_lengths_that_do_not_add_up_are_not_ok(at: int, form: str, value: int) -> None:
     data = bytearray(record(0, bytes(10)))
-    assert gather(data, [0]).ok.all()
+    assert Headers(data, [0]).ok.all()
 
     struct.pack_into(form, data, at, value)
 
-    assert not gather(data, [0]).ok.any()
+    assert not Headers(data, [0]).ok.any()
 
 
 # --- verify ---
@@ -296,7 +296,7 @@ def test_checksums_are_those_of_single_records(checksum: Checksum, data: st.Data
     if data.draw(st.booleans()):  # any rows in any order, not only runs
         positions = np.array(data.draw(st.lists(st.sampled_from(positions.tolist() or [0]))), np.int64)
         positions = positions[: 0 if len(buf) < 91 else None]
-    headers = gather(buf, positions)
+    headers = Headers(buf, positions)
 
     verified = verify(buf, headers, checksum)
 
@@ -310,11 +310,11 @@ def test_checksums_are_those_of_single_records(checksum: Checksum, data: st.Data
 def test_changed_bit_of_a_long_run_is_located(body_bytes: Callable[[int], int]) -> None:
     data = bytearray(log(500, body_bytes))
     positions, _ = walk(data, 0, len(data))
-    assert verify(data, gather(data, positions), "crc32c-record").all()
+    assert verify(data, Headers(data, positions), "crc32c-record").all()
 
     for row, offset in [(0, 8), (0, 11), (0, 40), (1, 9), (250, 8), (250, 30), (498, 60), (499, 8), (499, 90)]:
         data[positions[row] + offset] ^= 1 << row % 8
-        verified = verify(data, gather(data, positions), "crc32c-record")
+        verified = verify(data, Headers(data, positions), "crc32c-record")
         assert np.flatnonzero(~verified).tolist() == [row]
         data[positions[row] + offset] ^= 1 << row % 8
 
@@ -326,7 +326,7 @@ def test_a_checksum_copied_from_a_neighbour_does_not_pass() -> None:
     for position, field in zip(positions, fields[1:] + fields[:1], strict=True):
         data[position + 8 : position + 12] = field
 
-    assert not verify(data, gather(data, positions), "crc32c-record").any()
+    assert not verify(data, Headers(data, positions), "crc32c-record").any()
 
 
 def test_an_empty_body_is_covered_by_the_record_checksum_alone() -> None:
@@ -336,26 +336,26 @@ def test_an_empty_body_is_covered_by_the_record_checksum_alone() -> None:
     data[8] ^= 1
     data[positions[1] + 20] ^= 1
 
-    assert verify(data, gather(data, positions), "crc32-body").tolist() == [True, True]
-    assert verify(data, gather(data, positions), "crc32c-record").tolist() == [False, False]
+    assert verify(data, Headers(data, positions), "crc32-body").tolist() == [True, True]
+    assert verify(data, Headers(data, positions), "crc32c-record").tolist() == [False, False]
 
 
 def test_a_crc_tail_covers_the_header_too() -> None:
     data = bytearray(log(10, lambda i: 20, checksum="crc32-body", crc_tail=True))
     positions = walk(data, 0, len(data))[0]
-    assert verify(data, gather(data, positions), "crc32-body").all()
+    assert verify(data, Headers(data, positions), "crc32-body").all()
 
     data[positions[3] + 16] ^= 1  # flag, which the body's checksum does not cover
     data[positions[5] + 108 + 27] = ord("x")  # a digit
 
-    assert np.flatnonzero(~verify(data, gather(data, positions), "crc32-body")).tolist() == [3, 5]
+    assert np.flatnonzero(~verify(data, Headers(data, positions), "crc32-body")).tolist() == [3, 5]
 
 
 def test_a_value_that_ends_like_a_crc_tail_is_none() -> None:
     lookalike = b"k\x01v__CRC32#\x011150232550\x02"
     data = log(10, lambda i: 20, properties=lookalike)
 
-    assert verify(data, gather(data, walk(data, 0, len(data))[0]), "crc32c-record").all()
+    assert verify(data, Headers(data, walk(data, 0, len(data))[0]), "crc32c-record").all()
 
 
 # --- find_next ---
@@ -439,7 +439,7 @@ def test_find_next_reads_a_hostile_file_a_bounded_number_of_times() -> None:
         assert len(fake) == size - at
         data[at : at + 88] = fake[:8] + bytes(4) + fake[12:88]
     data[-(overhead - 88) :] = fake[-(overhead - 88) :]
-    assert gather(bytes(data), list(range(0, size - 256, step))).ok.all()
+    assert Headers(bytes(data), list(range(0, size - 256, step))).ok.all()
     read_bytes = 0
 
     def counting(view: Any, position: int, *rest: Any) -> Any:

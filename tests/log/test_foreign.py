@@ -25,7 +25,7 @@ from mqstore.errors import InvalidMessageError
 from mqstore.layout.consumequeue import LAST_ADDRESS
 from mqstore.layout.dispatch import few, light_queues, rows_of
 from mqstore.layout.properties import encode_properties
-from mqstore.layout.scan import gather, walk
+from mqstore.layout.scan import Headers, walk
 from mqstore.log.reading.directory import walk_queue
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
@@ -154,7 +154,7 @@ def test_few_records_leave_light_queues_to_arrays(foreign: Callable[[str], Path]
     end = max(place + size for line in said(path).values() for place, size, _ in line["units"])
     positions, _ = walk(log, 0, len(log))
     for count in (1, len(positions)):
-        rows = rows_of(log, gather(log, positions[:count]), 0, (1000,))
+        rows = rows_of(log, Headers(log, positions[:count]), 0, (1000,))
         assert len(rows) == count
         assert rows.record_bytes == (int(positions[count]) if count < len(positions) else end)
         queues = {(topic, queue_id): len(chosen) for topic, queue_id, chosen, *_ in rows.listed()}

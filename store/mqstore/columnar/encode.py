@@ -42,7 +42,7 @@ from mqstore.layout import record
 from mqstore.layout.encode import header_dtype
 from mqstore.layout.hosts import IPV4_BYTES, LOCAL_HOST
 from mqstore.layout.javahash import java_hash_many
-from mqstore.layout.scan import Headers, everywhere, gather, has_crc_tail, verify
+from mqstore.layout.scan import Headers, everywhere, has_crc_tail, verify
 from mqstore.log.writing.log_tail import QueueRef
 from mqstore.log.writing.outgoing import MAX_MESSAGE_GROUP, checked_text
 
@@ -512,7 +512,7 @@ class _Copies(_Slice):
         sizes = np.diff(edges)
         rule = "it is not a record: its lengths do not add up"
         self._refuse_first(sizes < record.MIN_RECORD_BYTES, "record", lambda i: f"{sizes[i]} bytes", rule)
-        headers = gather(data, edges[:-1])
+        headers = Headers(data, edges[:-1])
         self._refuse_first(~headers.ok | (headers.size != sizes), "record", lambda i: f"{sizes[i]} bytes", rule)
         holds = verify(data, headers, "crc32c-record")
         if not holds.all():  # the bytes do not show their profile. Without a body `crc32-body` is 0

@@ -33,7 +33,7 @@ from mqstore.layout.consumequeue import is_void
 from mqstore.layout.pairs import Pairs
 from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY, decode_properties
 from mqstore.layout.record import BODY_AT_V4, TRANSACTION_COMMIT, TRANSACTION_MASK
-from mqstore.layout.scan import Headers, collect, gather, walk
+from mqstore.layout.scan import Headers, collect, walk
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
 from mqstore.log.reading.checking import Units, check_units
@@ -116,7 +116,7 @@ class Piece:
     def headers(self) -> Headers:
         """Header fields of the records. Raises CorruptStoreError if they have changed since they were checked."""
         assert self.positions is not None
-        headers = gather(self.buffer, self.positions)
+        headers = Headers(self.buffer, self.positions)
         if not (headers.ok & (headers.physical_offset == self.physical)).all():
             raise CorruptStoreError(
                 f"records after {int(self.physical[0])} have changed since they were checked, probably by the recovery "

@@ -396,7 +396,7 @@ def few(
     limit: int = FEW_RECORDS,
 ) -> Output | None:
     """Return the `Output` of at most `limit` ordinary records that fill `[start, end)`, else None.
-    The result equals that of `walk`, `gather` and `rows_of`. Arguments are those of `rows_of`."""
+    The result equals that of `walk`, `Headers` and `rows_of`. Arguments are those of `rows_of`."""
     view = memoryview(buf)
     starts = _chain(view, start, end, limit)
     if starts is None:

@@ -5,7 +5,7 @@ can be avoided. Positions are relative to the buffer. `record` has the byte tabl
 
     read_run     consecutive records that verify: the next four, in one pass with compiled parts
     walk         starts of consecutive records, by following totalSize
-    gather       their fields as arrays, each built on first use
+    Headers      their fields as arrays, each built on first use
     topic_is     mask of the records of a topic
     verify       mask of the records whose checksums are right (format#crc-tail, format#checksum)
     whole_runs   all records that verify, wherever they start and whatever their offsets
@@ -172,16 +172,16 @@ def _read_run(
     if len(positions) and positions[-1] >= stop:
         inside = int(np.searchsorted(positions, stop))
         positions, end = positions[:inside], int(positions[inside])
-    headers = gather(view, positions)
+    headers = Headers(view, positions)
     good = headers.ok & (headers.physical_offset == headers.positions + base)
     count = len(good) if bool(good.all()) else int(np.argmin(good))
     if checksums:
         if count < len(positions):
-            headers = gather(view, positions[:count])
+            headers = Headers(view, positions[:count])
         holds = verify(view, headers, checksum)
         count = count if bool(holds.all()) else int(np.argmin(holds))
     if count < len(positions):
-        return gather(view, positions[:count]), int(positions[count])
+        return Headers(view, positions[:count]), int(positions[count])
     return headers, end
 
 
@@ -262,6 +262,8 @@ class Headers:
     """
 
     def __init__(self, buf: ReadableBuffer, positions: np.ArrayLike, run: Run | None = None) -> None:
+        """Raises ValueError if a position is negative or leaves no room for the smallest record. Any other damage makes
+        `ok` False in that row."""
         self._view = _bytes_of(buf)
         self.run = run
         """Tables of these records, if `read_run` has found them at `positions`."""
@@ -415,13 +417,6 @@ class Headers:
     properties_size = _part(6)
 
 
-def gather(buf: ReadableBuffer, positions: np.ArrayLike) -> Headers:
-    """Return the fields of the records that start at `positions`, in bytes from the start of `buf`.
-    Raises ValueError if a position is negative or leaves no room for the smallest record. Any other damage makes `ok`
-    False in that row."""
-    return Headers(buf, positions)
-
-
 def collect(buf: ReadableBuffer, starts: _Int64s, sizes: _Int64s) -> np.NDArray[np.uint8]:
     """Return the bytes of values scattered over `buf`, concatenated in a new array. They may overlap."""
     if kernel is not None:
@@ -432,7 +427,7 @@ def collect(buf: ReadableBuffer, starts: _Int64s, sizes: _Int64s) -> np.NDArray[
 
 
 def verify(buf: ReadableBuffer, headers: Headers, checksum: Checksum) -> _Bools:
-    """Return a mask of the records of `headers`, gathered from `buf`, whose checksums are right.
+    """Return a mask of the records of `headers`, which are in `buf`, whose checksums are right.
 
     `crc32c-record` covers the whole record with the checksum field read as zero. `crc32-body` covers the stored body,
     and an empty body is not checked. A `__CRC32#` tail is compared, too, if there is one. Rows whose lengths do not add
@@ -460,7 +455,7 @@ def verify(buf: ReadableBuffer, headers: Headers, checksum: Checksum) -> _Bools:
 
 
 def has_crc_tail(buf: ReadableBuffer, headers: Headers) -> _Bools:
-    """Return a mask of the records, gathered from `buf`, that end with `__CRC32#`, a checksum of the whole record."""
+    """Return a mask of the records, which are in `buf`, that end with `__CRC32#`, a checksum of the whole record."""
     found: _Bools = headers.properties_size >= CRC_TAIL_BYTES
     rows = np.flatnonzero(found)
     ends = headers.positions[rows] + headers.size[rows]
@@ -469,7 +464,7 @@ def has_crc_tail(buf: ReadableBuffer, headers: Headers) -> _Bools:
 
 
 def topic_is(buf: ReadableBuffer, headers: Headers, topic: bytes) -> _Bools:
-    """Return a mask of the records, gathered from `buf`, that have this topic, given as UTF-8."""
+    """Return a mask of the records, which are in `buf`, that have this topic, given as UTF-8."""
     view = _bytes_of(buf)
     same: _Bools = headers.topic_size == len(topic)
     rows = np.flatnonzero(same)
@@ -545,7 +540,7 @@ def find_next(
             continue
         found, _ = _candidates(view, low, min(low + _BLOCK_BYTES, stop), end)
         found = found[_column(view, found + _record.PHYSICAL_OFFSET_AT, ">i8") == found + base]
-        headers = gather(view, found)
+        headers = Headers(view, found)
         for position, size in zip(found[headers.ok].tolist(), headers.size[headers.ok].tolist(), strict=True):
             budget -= size
             if budget < 0 and size > _PAGE_BYTES:
@@ -570,7 +565,7 @@ def whole_runs(buf: ReadableBuffer, stop: int, checksum: Checksum) -> Iterator[H
         if high <= done or not data[low : high + _record.MAGIC_AT + len(_MAGIC_BYTES)].any():
             continue
         found, _ = _candidates(view, max(low, done), high, end)
-        headers = gather(view, found)
+        headers = Headers(view, found)
         good = headers.ok & (headers.physical_offset >= 0)
         columns = found[good], headers.size[good], headers.physical_offset[good]
         for position, size, place in zip(*(each.tolist() for each in columns), strict=True):
@@ -584,7 +579,7 @@ def whole_runs(buf: ReadableBuffer, stop: int, checksum: Checksum) -> Iterator[H
                 continue
             run, done, _ = read_run(view, position, stop, place - position, checksum, _RUN_RECORDS)
             if not len(run):  # a record that this check refuses counts, but ends its run
-                run, done = gather(view, np.array([position])), position + size
+                run, done = Headers(view, np.array([position])), position + size
             yield run
 
 
@@ -603,7 +598,7 @@ def check_place(
     if later is None:
         return check
     front = walk(view, 0, position)[0][-1:]
-    is_later = bool((np.diff(gather(view, [*front, later]).store_timestamp_ms) >= 0).all())
+    is_later = bool((np.diff(Headers(view, [*front, later]).store_timestamp_ms) >= 0).all())
     if is_later or _column(view, np.array([position + _record.PHYSICAL_OFFSET_AT]), ">i8")[0] == physical_offset:
         return Check("bad", 0, f"an end-of-segment marker, but there is a whole record at {base + later}", "magic")
     return check

@@ -17,7 +17,7 @@ from mqstore.errors import FlushFailedError
 from mqstore.files.flusher import GroupCommit
 from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
-from mqstore.layout.scan import gather, walk
+from mqstore.layout.scan import Headers, walk
 from mqstore.log.commitlog import CommitLog
 from mqstore.log.reading.deleted import remove_queues, save_deleted
 from mqstore.log.store_files import StoreParts
@@ -172,4 +172,4 @@ def _store_times(run: SegmentRun, segment: Segment, count: int | None = None) ->
     """Return the store times (ms) of the first `count` records of a segment, or of all."""
     buffer = run.mapping(segment)
     positions, _ = walk(buffer, 0, len(buffer), count)
-    return gather(buffer, positions).store_timestamp_ms
+    return Headers(buffer, positions).store_timestamp_ms

@@ -34,7 +34,7 @@ from mqstore.files.safe_open import REFUSED
 from mqstore.layout.dispatch import SCHEDULE_TOPIC, topics_of
 from mqstore.layout.properties import CRC32
 from mqstore.layout.record import BLANK_BYTES, INNER_BATCH, TRANSACTION_COMMIT, TRANSACTION_MASK, unreadable_number
-from mqstore.layout.scan import Headers, gather, has_crc_tail, walk
+from mqstore.layout.scan import Headers, has_crc_tail, walk
 from mqstore.log.names import MAX_QUEUE_ID, is_path_safe
 from mqstore.log.reading.prefetch import Prefetch
 from mqstore.log.writing.log_tail import QueueRef
@@ -211,7 +211,7 @@ class Shard:
                     _refuse(self.file, "no whole record starts here", "record", done)
                 coming = begin(done + stop) if done + stop < self.bytes else None
                 crc = crc32c(data[:stop], crc)
-                yield Window(data, gather(data, positions), stop)
+                yield Window(data, Headers(data, positions), stop)
                 done += stop
             if crc != self.crc32c:
                 _refuse(self.file, f"its CRC-32C is {crc}, but shard.json says {self.crc32c}: it is damaged", "crc32c")

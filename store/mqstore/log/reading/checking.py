@@ -11,7 +11,7 @@ from typing import NamedTuple
 from mqstore import arrays as np
 from mqstore.layout.dispatch import is_listed
 from mqstore.layout.record import MIN_RECORD_BYTES, Checksum
-from mqstore.layout.scan import Headers, gather, topic_is, verify
+from mqstore.layout.scan import Headers, topic_is, verify
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.native import kernel
 
@@ -86,7 +86,7 @@ def _ordinary(
         return None
     found = None
     if table is not None:
-        found = gather(buffer, starts)
+        found = Headers(buffer, starts)
         found.take_parts(table)
         if (found.physical_offset != physical).any():  # changed meanwhile, as by another process's recovery
             return None
@@ -99,11 +99,11 @@ def _sound(
     """Check records by arrays. Return the indices of the good ones, and their headers."""
     starts, physical, sizes, slots = units
     rows = np.flatnonzero((starts + sizes <= len(buffer)) & (sizes >= MIN_RECORD_BYTES))
-    headers = gather(buffer, starts[rows])
+    headers = Headers(buffer, starts[rows])
     fine = headers.ok & (headers.size == sizes[rows]) & (headers.physical_offset == physical[rows])
     if not fine.all():
         rows = rows[fine]
-        headers = gather(buffer, starts[rows])
+        headers = Headers(buffer, starts[rows])
     fine = np.ones(len(rows), np.bool_) if checksum is None else verify(buffer, headers, checksum)
     own = (headers.queue_id == queue.queue_id) & (headers.queue_offset == slots[rows])
     own &= topic_is(buffer, headers, queue.topic_bytes)
@@ -111,5 +111,5 @@ def _sound(
         fine[i] = is_listed(buffer, int(starts[rows[i]]), queue.topic, queue.queue_id, int(slots[rows[i]]))
     if not fine.all():
         rows = rows[fine]
-        headers = gather(buffer, starts[rows])
+        headers = Headers(buffer, starts[rows])
     return rows, headers
