@@ -1,4 +1,4 @@
-/* Entries of an index file; layout/indexfile.py has the byte table and the rules. */
+/* Entries of an index file; format#index has the bytes, layout/indexfile.py the rules. */
 
 #include "native.h"
 

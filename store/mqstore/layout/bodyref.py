@@ -1,7 +1,4 @@
-"""Reference to the body of an earlier record, stored in place of a body (format#flags).
-
-    sysFlag    BODY_ELSEWHERE: compressed, by a type that no producer has
-    body       physicalOffset i64 | totalSize i32 | checksum u32      of the earlier record
+"""Reference to the body of an earlier record, stored in place of a body. format#flags has its bytes.
 
 Only for the checksum `crc32c-record`. It covers the whole record, so no other record has the same position, size and
 checksum.

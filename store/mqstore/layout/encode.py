@@ -23,7 +23,7 @@ _COPIED = ("flag", "sys_flag", "born_timestamp_ms", "born_host", "reconsume_time
 
 @cache
 def header_dtype(born_host_bytes: int, store_host_bytes: int) -> np.dtype[np.void]:
-    """Return the dtype of fields 1 to 15 of a record (`HEADER_FIELDS`), before its body: packed, big-endian."""
+    """Return the dtype of the fields of a record before its body (`HEADER_FIELDS`): packed, big-endian."""
     hosts = {"born_host": f"S{born_host_bytes}", "store_host": f"S{store_host_bytes}"}
     return np.dtype([(name, hosts.get(name, f">{code}")) for name, code in HEADER_FIELDS])
 

@@ -1,7 +1,7 @@
 """Walk, read and verify many records of a commitlog at once with numpy (format#record).
 
 Recovery, dispatch, verification and columnar reads get their speed here: there is no Python object per record where it
-can be avoided. Positions are relative to the buffer. `record` has the byte table and all constants.
+can be avoided. Positions are relative to the buffer. `record` has all constants.
 
     read_run     consecutive records that verify: the next four, in one pass with compiled parts
     walk         starts of consecutive records, by following totalSize
@@ -296,7 +296,7 @@ class Headers:
     size = _int32s("size")
     magic = _int32s("magic")
     checksum = _int32s("checksum")
-    """Field 3 as stored, in either profile."""
+    """As stored, in either profile."""
     queue_id = _int32s("queue_id")
     flag = _int32s("flag")
     queue_offset = _int64s("queue_offset")
