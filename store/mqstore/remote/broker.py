@@ -29,6 +29,7 @@ from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 
+from mqstore.broker.admin.operations import Operations
 from mqstore.broker.filters.filter import Filter, parse_filter
 from mqstore.broker.redelivery.attempt_journal import UNREAD
 from mqstore.broker.redelivery.dead_letters import DeadLetters
@@ -43,7 +44,7 @@ from mqstore.options import Duration, StoreConfig
 from mqstore.remote.connection import Connection
 from mqstore.remote.letters import RemoteLetters
 from mqstore.remote.messages import MessageCalls, result_of
-from mqstore.remoting.calls import CALLS, CHECK, NEWS, PROTOCOL, TABLES, Call
+from mqstore.remoting.calls import CALLS, CHECK, NEWS, PROTOCOL, TABLES, Call, SessionCalls
 from mqstore.remoting.codes import NOT_SUPPORTED
 from mqstore.remoting.frames import Frame
 from mqstore.remoting.signing import Signer
@@ -168,6 +169,10 @@ class RemoteContract(BrokerContract):
 class RemoteBroker(MessageCalls, RemoteContract):
     """Delivery by the broker of a server. Thread-safe."""
 
+    admin: Operations
+    session: SessionCalls
+    log: Any
+
     def __init__(
         self,
         address: str,
@@ -182,12 +187,8 @@ class RemoteBroker(MessageCalls, RemoteContract):
         self.clock: Any = _ServerClock()
         self.turns = None
         self._begin()
-        tables: Any = {table: _Table(table, self._forwarded) for table in TABLES}
-        vars(self).update(
-            {table: tables[table] for table in ("topics", "groups", "members", "locks", "transactions", "items")}
-        )
-        self.admin, self.session = tables["admin"], tables["session"]
-        self.log: Any = tables["log"]
+        tables: Any = {table: _Table(table, self._forwarded) for table in TABLES if table}
+        vars(self).update(tables)
         self.save_offsets = self._save
         tables["members"].register = self._register
         tables["members"].unregister = _at_the_end(self._unregister, False)

@@ -6,9 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from mqstore.broker.names import dlq_topic
 from mqstore.broker.redelivery.dead_letters import DeadLetters, Replay, _checked_offset, _Letter
-from mqstore.errors import ConfigError
 from mqstore.log.message import Message
 
 _PAGE: Final = 256
@@ -18,10 +16,7 @@ class RemoteLetters(DeadLetters):
     """Dead letters of one group, read a page at a time. Functions are applied here."""
 
     def __init__(self, call: Callable[[str, tuple[Any, ...], dict[str, Any]], Any], group: str) -> None:
-        if not isinstance(group, str):
-            raise ConfigError(f"group must be a str, not {type(group).__name__}")
-        self.group = group
-        self.topic = dlq_topic(group)
+        super().__init__(None, group)  # type: ignore[arg-type]  # its tables are in another process
         self._call = call
 
     @property

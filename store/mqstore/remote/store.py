@@ -156,15 +156,12 @@ class RemoteStore(Store):
     def admin(self) -> Operations:
         """What an operator sees and changes (`mqstore.admin.operations`), done by the server.
         Raises NotSupportedError for a cluster."""
-        broker = self._server()
-        admin: Operations = broker.admin
-        return admin
+        return self._server().admin
 
     def clients(self) -> list[dict[str, Any]]:
         """Return the clients of the server, as `mqstore clients --json` prints them.
         Raises NotSupportedError for a cluster."""
-        found: list[dict[str, Any]] = self._server().session.clients()
-        return found
+        return self._server().session.clients()
 
     def _server(self) -> RemoteBroker:
         broker: Any = self.broker

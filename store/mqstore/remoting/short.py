@@ -189,11 +189,11 @@ class _Batch(UnitBatch):
     def tags_code(self, slot: int) -> int:
         """Return the tags code of the record's unit. It is seldom asked for."""
         buffer: Any = self.buffer
-        start = next(start for start, offset in _places(buffer) if offset == slot)
+        start = next(start for start, offset in places_of(buffer) if offset == slot)
         return tags_code_at(buffer, start, ())
 
 
-def _places(data: bytes) -> Iterable[tuple[int, int]]:
+def places_of(data: bytes) -> Iterable[tuple[int, int]]:
     """Yield the start and the queue offset of each record. Raises FormatError."""
     at = 0
     while at < len(data):
@@ -207,7 +207,7 @@ def _places(data: bytes) -> Iterable[tuple[int, int]]:
 def messages_of(topic: str, queue_id: int, data: bytes) -> list[Message]:
     """Return the messages of received records. Raises FormatError."""
     batch = _Batch(QueueRef(topic, queue_id), data, b"", 0)
-    return [Message(batch, start, offset) for start, offset in _places(data)]
+    return [Message(batch, start, offset) for start, offset in places_of(data)]
 
 
 def deliveries_answer(found: Sequence[Delivery]) -> tuple[dict[str, Any], bytes | memoryview] | None:

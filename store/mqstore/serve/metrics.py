@@ -28,15 +28,6 @@ _REQUESTS_MAX: Final = 16
 """Scrapes at a time. Further ones are disconnected."""
 _CODES_MAX: Final = 3_000
 """Codes of answers below this are counted one by one. Answers of clients, which are passed on, may have any code."""
-_HELP: Final = {
-    "mqstore_server_connections": "Connections of clients.",
-    "mqstore_server_clients": "Clients that send heartbeats.",
-    "mqstore_server_waiting_calls": "Calls that wait for a message, a sync or time.",
-    "mqstore_server_loop_lag_milliseconds": "Longest delay of the event loop in the last minute.",
-    "mqstore_server_requests_total": "Requests received, by their code.",
-    "mqstore_server_answers_total": "Answers sent, by their code. 0 is success.",
-    "mqstore_server_refused_total": "Requests whose signature or rights were not enough.",
-}
 
 
 class Metrics:
@@ -86,18 +77,20 @@ class Metrics:
     def text(self) -> str:
         """Return the series of the server, without those of its store."""
         server = self._server
-        series: dict[str, int | Counter[int]] = {
-            "mqstore_server_connections": server.connections,
-            "mqstore_server_clients": len(server.registry.clients),
-            "mqstore_server_waiting_calls": server.parked,
-            "mqstore_server_loop_lag_milliseconds": round(max(self._lags_s) * 1000),
-            "mqstore_server_requests_total": self.requests,
-            "mqstore_server_answers_total": self.answers,
-            "mqstore_server_refused_total": self.refused,
+        lag_ms = round(max(self._lags_s) * 1000)
+        series: dict[str, tuple[int | Counter[int], str]] = {
+            "connections": (server.connections, "Connections of clients."),
+            "clients": (len(server.registry.clients), "Clients that send heartbeats."),
+            "waiting_calls": (server.parked, "Calls that wait for a message, a sync or time."),
+            "loop_lag_milliseconds": (lag_ms, "Longest delay of the event loop in the last minute."),
+            "requests_total": (self.requests, "Requests received, by their code."),
+            "answers_total": (self.answers, "Answers sent, by their code. 0 is success."),
+            "refused_total": (self.refused, "Requests whose signature or rights were not enough."),
         }
         lines = []
-        for name, value in series.items():
-            lines += [f"# HELP {name} {_HELP[name]}", f"# TYPE {name} {'counter' if 'total' in name else 'gauge'}"]
+        for short, (value, text) in series.items():
+            name = f"mqstore_server_{short}"
+            lines += [f"# HELP {name} {text}", f"# TYPE {name} {'counter' if 'total' in name else 'gauge'}"]
             if isinstance(value, int):
                 lines.append(f"{name} {value}")
             else:

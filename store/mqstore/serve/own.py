@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 Given = dict[str, Any]
 _EVENTS: Final[tuple[Event, ...]] = ("topics", "members", "locks")
+_TABLES: Final = ("topics", "groups", "members", "locks", "transactions", "items")
 _THREADS: Final = 4
 _BUSY_MS: Final = 1_000
 """Delay of an answer that cannot wait, for a client that would ask again at once."""
@@ -90,12 +91,7 @@ class Own:
         broker = self.broker
         self._objects: Mapping[str, Any] = {
             "": broker,
-            "topics": broker.topics,
-            "groups": broker.groups,
-            "members": broker.members,
-            "locks": broker.locks,
-            "transactions": broker.transactions,
-            "items": broker.items,
+            **{name: getattr(broker, name) for name in _TABLES},
             "letters": _Letters(broker),
             "log": _Log(broker),
             "admin": operators.operations(broker),

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mqstore.errors import FormatError
-from mqstore.remoting.frames import VERSION
 
 if TYPE_CHECKING:
     from mqstore.serve.connection import Connection
@@ -56,9 +55,9 @@ class Client:
     language: str
     version: int
     seen_s: float
-    consumes: set[str] = field(default_factory=set)
+    consumes: set[str]
     """Groups that it consumes in."""
-    produces: set[str] = field(default_factory=set)
+    produces: set[str]
 
 
 class Registry:
@@ -76,8 +75,8 @@ class Registry:
         connection: Connection,
         body: Mapping[str, Any],
         now_s: float,
-        language: str = "OTHER",
-        version: int = VERSION,
+        language: str,
+        version: int,
     ) -> set[str]:
         """Note a heartbeat. Return the groups whose consumers have changed.
         Raises FormatError for a body of another shape, and notes nothing."""
@@ -86,14 +85,13 @@ class Registry:
         if client_id not in self.clients and len(self.clients) >= max_clients:
             _log.warning("the heartbeat of %s is ignored: there are %d clients", client_id, max_clients)
             return set()
-        client = self.clients.get(client_id)
-        changed, is_new = set(), client is None
+        client = old = self.clients.get(client_id)
+        changed = set()
         if client is None or client.connection is not connection:
-            changed = set() if client is None else set(client.consumes)
-            old = Client(connection, language, version, now_s) if client is None else client
-            client = Client(connection, language, version, now_s, old.consumes, old.produces)
-            self.clients[client_id] = client
+            consumes, produces = (set(), set()) if old is None else (old.consumes, old.produces)
+            client = self.clients[client_id] = Client(connection, language, version, now_s, consumes, produces)
             connection.client_ids.add(client_id)
+            changed.update(consumes)
         client.seen_s = now_s
         for group, consumer in consumers.items():
             if len(consumer.subscriptions) > max_topics or (
@@ -115,7 +113,7 @@ class Registry:
                 continue
             self._producers.setdefault(group, set()).add(client_id)
             client.produces.add(group)
-        if is_new:
+        if old is None:
             _log_client("has come", client_id, client)
         return changed
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from mqstore.broker.names import dlq_topic, retry_topic
+from mqstore.broker.names import retry_topic
 from mqstore.broker.redelivery.dead_letters import _MARKS, DeadLetters, Replay, _Letter, origin_of
 from mqstore.layout.properties import FIRST_POP_TIME, RETRY_TOPIC
 from mqstore.log.message import Message
@@ -24,8 +24,7 @@ class ClusterLetters(DeadLetters):
     """Dead letters of one group. They are in a queue of each broker: offsets are those of any of these queues."""
 
     def __init__(self, broker: ClusterBroker, group: str) -> None:
-        self.group = group
-        self.topic = dlq_topic(group)
+        super().__init__(None, group)  # type: ignore[arg-type]  # the brokers have no such tables
         self._broker = broker
 
     def _queues(self) -> list[tuple[int, int, int]]:

@@ -7,16 +7,17 @@ from struct import Struct
 from typing import Any, Final
 
 from mqstore.broker.filters.filter import Filter
-from mqstore.errors import FormatError, ResultCode
+from mqstore.errors import ResultCode
 from mqstore.layout.consumequeue import UNIT
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.messageid import decode_message_id
 from mqstore.layout.properties import encode_properties
-from mqstore.layout.record import BODY_AT_V4, MAGIC_AT, MAGIC_V2, PHYSICAL_OFFSET_AT, SYS_FLAG_AT, body_length_at
+from mqstore.layout.record import MAGIC_AT, MAGIC_V2, PHYSICAL_OFFSET_AT, SYS_FLAG_AT, body_length_at
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message, UnitBatch
 from mqstore.log.writing.outgoing import OutgoingMessage
 from mqstore.remoting.frames import Frame
+from mqstore.remoting.short import places_of
 
 DEFAULT_TOPIC: Final = "TBW102"
 STORED: Final = (0, ResultCode.FLUSH_DISK_TIMEOUT, 11, 12)
@@ -24,23 +25,18 @@ STORED: Final = (0, ResultCode.FLUSH_DISK_TIMEOUT, 11, 12)
 KEPT_FLAGS: Final = 0x701
 """Bits of a record's sysFlag that a copy keeps: its compression."""
 _I4, _I8 = Struct(">i").unpack_from, Struct(">q").unpack_from
-_QUEUE_ID_AT, _QUEUE_OFFSET_AT = 12, 20
+_QUEUE_ID_AT: Final = 12
 _ITEM, _I16 = Struct(">iiiii"), Struct(">h")
 
 
 def records(body: bytes) -> Iterator[tuple[int, str, int, int]]:
     """Yield (position, topic, queue id of its broker, queue offset) of each record of an answer."""
-    at = 0
-    while at < len(body):
+    for at, offset in places_of(body):
         text = at + body_length_at(_I4(body, at + SYS_FLAG_AT)[0])
         text += 4 + _I4(body, text)[0]
         wide = 2 if _I4(body, at + MAGIC_AT)[0] == MAGIC_V2 else 1
         end = text + wide + int.from_bytes(body[text : text + wide], "big")
-        yield at, body[text + wide : end].decode(), _I4(body, at + _QUEUE_ID_AT)[0], _I8(body, at + _QUEUE_OFFSET_AT)[0]
-        size = _I4(body, at)[0]
-        if size < BODY_AT_V4:
-            raise FormatError(f"a record of {size} bytes", "size", at)
-        at += size
+        yield at, body[text + wide : end].decode(), _I4(body, at + _QUEUE_ID_AT)[0], offset
 
 
 def message_at(body: bytes, at: int, queue: QueueRef, offset: int) -> Message:
