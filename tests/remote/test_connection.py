@@ -265,7 +265,7 @@ def test_no_server_is_an_error_at_once(tmp_path: Path) -> None:
 
 def test_idle_connection_with_a_high_descriptor_is_kept(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call after a pause looks whether the server is there. It took each such connection for a lost one."""
-    monkeypatch.setattr("mqstore.remote.connection._STALE_S", 0)
+    monkeypatch.setattr("mqstore.remote.line._STALE_S", 0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 2_048:
         pytest.skip("this process may not have so many descriptors")
@@ -317,7 +317,7 @@ def test_put_with_a_key_is_stored_once_whenever_the_answer_is_lost(store: Any, b
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mqstore.remote.connection._Line.wait", lost)
+        patch.setattr("mqstore.remote.line.Line.wait", lost)
         receipt = store.put("t", b"a", unique_key="k-1", queue_id=0)
         with pytest.raises(ConnectionLostError):
             store.put("t", b"b", queue_id=0)

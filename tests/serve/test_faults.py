@@ -22,7 +22,7 @@ from mqstore import Store
 from mqstore.broker.tables.members import Mode
 from mqstore.clock import SystemClock
 from mqstore.errors import ConfigError, MQStoreError, QueueEmpty, ReceiptExpiredError, StoreFullError
-from mqstore.remote import connection as client_side
+from mqstore.remote import line as client_side
 from mqstore.remoting.calls import BY_CODE, CALLS, error_of
 from mqstore.remoting.codes import Code
 from mqstore.remoting.frames import Frame, encode

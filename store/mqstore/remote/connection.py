@@ -2,11 +2,13 @@
 
     call    encode -> send -> read until the own answer is there      a lone caller never switches threads
     park    encode -> send -> a background thread reads the answer, and calls back
-    gather  kept until 16 are there, somebody waits, or an answer comes -> one frame for many (`remote/messages.py`)
+    gather  kept until 16 are there, somebody waits, the answer to earlier ones comes, or a millisecond has passed
+            -> one frame for many (`remote/messages.py`)
 
 Whoever has the turn reads for all: the first caller that waits. Others wait for a bell. The thread `mqstore-connection`
 exists only while something is parked, and reads when no caller does. Gathered calls are read by those who wait for
-them: two threads that take turns would take twice the time. The thread looks after them each millisecond.
+them: two threads that take turns would take twice the time. The thread looks after them each millisecond, or at once if
+somebody wants to be called back. To wake another thread would take as long as ten calls.
 
     nothing received for `timeout_s` while somebody waits: a ping is sent after half of it, then the line is lost
     the server stops -> its last frame says so, and calls without an answer are sent again
@@ -22,23 +24,21 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import count, filterfalse
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
-from mqstore.errors import ConnectionLostError, FormatError, MQStoreError, StoreBusyError, StoreClosedError
-from mqstore.remote.dialing import address_of, dialed, is_ready, limited
-from mqstore.remote.gathering import Gathering
+from mqstore.errors import ConnectionLostError, FormatError, MQStoreError, StoreClosedError
+from mqstore.remote.dialing import address_of, dialed, limited
+from mqstore.remote.line import Answered, Line, NotSentError, Waiting
 from mqstore.remoting.codes import GO_AWAY
-from mqstore.remoting.frames import ONE_WAY, Frame, FrameReader, encode
+from mqstore.remoting.frames import ONE_WAY, Frame
 from mqstore.remoting.signing import Signer
 from mqstore.signalsafe import Bell, Lock
 
@@ -47,263 +47,19 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mqstore")
 
-Answered = Callable[[Frame | None], object]
-"""Function that takes the answer of a parked call, or None if it was lost and may not be repeated."""
 Pack = Callable[[list[Any]], tuple[Frame, Answered]]
 """Function that makes one call of gathered ones."""
 
-_RECEIVE_BYTES: Final = 256 << 10
-_FRAME_BYTES_MAX: Final = 256 << 20
-"""Largest answer. A broker may send more than a client may send to us."""
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.1, 5.0
 _ATTEMPTS_MAX: Final = 4
 """Number of times that a call which may be repeated is sent."""
-_IN_ONE: Final = 64
-"""Gathered calls of one frame."""
-_STALE_S: Final = 1.0
-"""Time after which the next call looks first whether the server has closed the connection meanwhile."""
+_GATHERED: Final = 16
+"""Calls that wait at most. The thread that reads sends them, so they must fit the socket's buffer."""
+_DOZE_S: Final = 0.001
 _connections: WeakSet[Connection] = WeakSet()
 
 
-def _numbers() -> Iterator[int]:
-    """Yield the numbers of requests, which begin again when 30 bits are used up."""
-    return (number & 0x3FFF_FFFF for number in count(1))
-
-
-class _NotSentError(ConnectionResetError):
-    """The line was lost before anything of the request was sent."""
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """A call in flight: of a thread that waits for the bell, or parked."""
-
-    frame: Frame
-    answered: Answered | None
-    repeat: bool
-    gathered: bool = False
-    refused: bool = False
-    """True if the server has stopped without a start of the call."""
-    bell: Bell = field(default_factory=Bell)
-    answer: Frame | None = None
-
-
-class _Line:
-    """One socket, until it is lost."""
-
-    def __init__(self, connection: Connection, sock: Any) -> None:
-        self._connection = connection
-        self._socket = sock
-        self._reader = FrameReader(_FRAME_BYTES_MAX)
-        self.turn = Lock()
-        """Lock of the thread that reads."""
-        self.is_read = False
-        """True while a thread reads. When it stops, it wakes another one for all that is `waiting` by then."""
-        self._sending = Lock()
-        self.waiting: dict[int, _Waiting] = {}
-        self._opaque = filterfalse(self.waiting.__contains__, _numbers())
-        self.lost: str | None = None
-        """Reason why it cannot be used any more."""
-        self.received_s = time.monotonic()
-        self._pinged = False
-        self._awaited = 0
-        """Number of the last gathered call."""
-        self._sends = False
-        """True while a thread sends."""
-        self._finished = False
-        """True once the server has said that all calls that it has started are answered."""
-
-    def send(self, call: _Waiting) -> None:
-        """Send a request. Raises OSError, and then the line is lost."""
-        self.turn.refuse_owner()
-        call.frame.opaque = next(self._opaque)
-        self.tell(call.frame, call)
-
-    def tell(self, frame: Frame | None = None, call: _Waiting | None = None) -> None:
-        """Send the gathered calls, and then a frame that has its number, or needs none."""
-        with self._sending:
-            if self.lost is not None:
-                raise _NotSentError(self.lost)
-            try:
-                self._sends = True
-                if call is not None:
-                    self.waiting[call.frame.opaque] = call
-                # Not before the greeting: until then the line is not that of the connection.
-                data = self._gathered() if self._connection.gathered and self._connection.line is self else []
-                if frame is not None:
-                    data.append(self._encoded(frame))
-                if data:
-                    self._socket.sendall(data[0] if len(data) == 1 else b"".join(data))
-            except (BrokenPipeError, ConnectionResetError):
-                pass  # what the server has sent before it closed the line is still to be read
-            except BaseException as error:
-                self.fail(f"sending failed: {error!r}")
-                raise
-            finally:
-                self._sends = False
-
-    def _gathered(self) -> list[bytes]:
-        """Return the frames of the gathered calls, in order: one for those that have the same key."""
-        gathered, frames = self._connection.gathered, list[bytes]()
-        while gathered:
-            key, most = gathered[0][0], min(len(gathered), _IN_ONE)
-            count = next((i for i in range(1, most) if gathered[i][0] != key or key is None), most)
-            frame, answered = self._connection.pack(gathered[:count])
-            frame.opaque = self._awaited = next(self._opaque)
-            self.waiting[frame.opaque] = _Waiting(frame, answered, False, True)
-            del gathered[:count]
-            frames.append(self._encoded(frame))
-        return frames
-
-    def _encoded(self, frame: Frame) -> bytes:
-        frame.binary = -0x8000 <= frame.code < 0x8000  # the codes that a binary header can have
-        if self._connection.sign is not None:
-            self._connection.sign(frame)
-        return encode(frame)
-
-    def send_gathered(self, *, in_turn: bool) -> None:
-        """Send the gathered calls; with `in_turn` only if the ones before are answered, which will do it otherwise."""
-        # A reader does not wait for a sender: the server perhaps takes no more until its answers are read.
-        if self._connection.gathered and not (in_turn and (self._sends or self._awaited in self.waiting)):
-            with suppress(OSError, StoreBusyError):  # of a lost line; of a signal handler: the thread sends them soon
-                self.tell()
-
-    def wait(self, call: _Waiting) -> Frame | None:
-        """Return the answer to a request that was sent, or None if the line is lost before."""
-        while call.answer is None and self.lost is None:
-            if not self.read_until(lambda: call.answer is not None):
-                call.bell.wait()
-        return call.answer
-
-    def read_until(self, done: Callable[[], bool]) -> bool:
-        """Read for all until `done()` or the line is lost. Return False at once if another thread reads."""
-        is_nested = self.turn.is_held_here  # called back by this thread's own reading
-        try:
-            return self._read_until(done, is_nested)
-        except BaseException:  # of a signal handler, perhaps before the turn was given back: the next line has another
-            self.fail("reading was interrupted")
-            if not is_nested and self.turn.is_held_here:
-                self.turn.release()
-            raise
-
-    def _read_until(self, done: Callable[[], bool], is_nested: bool) -> bool:
-        try:
-            if not is_nested and not self.turn.acquire(False):
-                return False
-            self.is_read = True
-            self.send_gathered(in_turn=True)  # a call that was gathered just before waits for its reader
-            while self.lost is None and not done():
-                self._read()
-            return True
-        finally:
-            if not is_nested and self.turn.is_held_here:
-                self.is_read = False  # before the look at `waiting`: see `park`
-                self.turn.release()
-                # Somebody has to read on. A thread that is about to wait finds its bell rung.
-                for other in list(self.waiting.values()):
-                    if other.answered is None:
-                        other.bell.ring()
-                        break
-                else:
-                    if self.has_parked():  # otherwise its thread would wake up after each call
-                        self._connection.start_reading()
-
-    def _read(self) -> None:
-        try:
-            data = self._socket.recv(_RECEIVE_BYTES)
-            if not data:
-                self.fail("the server has closed it")
-                return
-            self.received_s, self._pinged = time.monotonic(), False
-            self._reader.feed(data)
-            for frame in self._reader:
-                self._take(frame)
-            if self._connection.gathered:
-                self.send_gathered(in_turn=True)
-        except (TimeoutError, BlockingIOError):
-            self._ping()
-        except (OSError, FormatError) as error:
-            self.fail(str(error))
-        except BaseException:
-            self.fail("reading was interrupted")
-            raise
-
-    def _ping(self) -> None:
-        if self._pinged:
-            self.fail(f"nothing was received for {time.monotonic() - self.received_s:.1f} s")
-            return
-        self._pinged = True
-        ping = Frame(self._connection.ping, opaque=next(self._opaque))
-        with suppress(OSError):  # not `send`: this thread has the turn
-            self.tell(ping, _Waiting(ping, lambda answer: None, False))
-
-    def _take(self, frame: Frame) -> None:
-        if not frame.is_response and frame.code == GO_AWAY:
-            self._finished = True
-        elif not frame.is_response:
-            self._connection.requested(frame)
-        elif (call := self._answered(frame.opaque)) is None:
-            pass  # it was withdrawn
-        elif call.answered is None:
-            call.answer = frame
-            call.bell.ring()
-        elif frame.code == GO_AWAY:
-            self.waiting.pop(frame.opaque, None)
-            call.refused = True
-            self._connection.take_over(call)
-        else:
-            call.answer = frame
-            self.turn.lend(partial(self._connection.call_back, call, frame))
-            self.waiting.pop(frame.opaque, None)
-
-    def _answered(self, opaque: int) -> _Waiting | None:
-        """Return the call with a number, and forget it. Gathered ones are forgotten when all their futures are done: an
-        interrupt of the thread that reads fails the others."""
-        call = self.waiting.get(opaque)
-        return call if call is not None and call.gathered else self.waiting.pop(opaque, None)
-
-    def has_parked(self) -> bool:
-        """Return True if an answer is awaited for which no thread waits, or requests of the server."""
-        if self._connection.listens:
-            return True
-        hurry = self._connection.hurry
-        return any(call.answered is not None and (hurry or not call.gathered) for call in list(self.waiting.values()))
-
-    def is_gone(self) -> bool:
-        """Return True if the line is lost, or the server has closed it and nobody has read that yet."""
-        if self.lost is None and time.monotonic() - self.received_s > _STALE_S and not self.waiting:
-            try:
-                if is_ready(self._socket, select.POLLIN, 0) and not self._socket.recv(1, socket.MSG_PEEK):
-                    self.fail("the server has closed it")
-            except OSError as error:
-                self.fail(str(error))
-        return self.lost is not None
-
-    def fail(self, why: str) -> None:
-        """End the line. Callers that wait get no answer, and parked calls are handed to the connection."""
-        if self.lost is not None:
-            return
-        self.lost = why
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # ends the `recv` of another thread
-        self._socket.close()
-        while self.waiting:
-            with suppress(KeyError):
-                _, call = self.waiting.popitem()
-                call.refused = self._finished
-                if call.answered is None:
-                    call.bell.ring()
-                else:
-                    self._connection.take_over(call)
-        self._connection.wake()
-
-    def forget(self) -> None:
-        """Close the file of a forked child, and leave the connection to the parent."""
-        with suppress(OSError):
-            os.close(self._socket.detach())
-
-
-class Connection(Gathering):
+class Connection:
     """The connection of a process to one server. Thread-safe."""
 
     def __init__(
@@ -343,12 +99,17 @@ class Connection(Gathering):
         _connections.add(self)
 
     def _start(self) -> None:
-        self.line: _Line | None = None
+        self.line: Line | None = None
         self._opening = Lock()
         self._failure: tuple[float, ConnectionLostError] | None = None
-        self._again: list[_Waiting] = []
+        self._again: list[Waiting] = []
         """Parked calls whose line was lost."""
-        self._gather_none()
+        self.gathered: list[Any] = []
+        """Calls that wait to be sent: tuples of a key, and what `pack` needs. None as a key: in a frame by itself."""
+        self.hurry = False
+        """True while the background thread must read the answers of gathered calls at once."""
+        self._dozes = False
+        """True while the background thread looks after gathered calls."""
         self._bell = Bell()
         self._thread: threading.Thread | None = None
         self._thread_lock = Lock()
@@ -365,7 +126,7 @@ class Connection(Gathering):
     ) -> Frame:
         """Send a request and return its answer, whatever its code is. With `repeat` it is sent again if the line is
         lost meanwhile. Raises ConnectionLostError, and StoreClosedError after `close`."""
-        call = _Waiting(Frame(code, fields or {}, body), None, repeat)
+        call = Waiting(Frame(code, fields or {}, body), None, repeat)
         for attempt in count(1):
             line = self._open_line(time.monotonic() + self._timeout_s)
             try:
@@ -377,7 +138,7 @@ class Connection(Gathering):
                     call.answer, line.waiting[call.frame.opaque] = None, call
                     line.wait(call)
                     call.refused = True
-            except _NotSentError:
+            except NotSentError:
                 call.refused = True
             except OSError:
                 pass  # the line is lost
@@ -404,12 +165,12 @@ class Connection(Gathering):
     ) -> object:
         """Send a request, and have `answered` called with its answer, in the thread that reads. Return a handle for
         `withdraw`. Raises ConnectionLostError without a line, and StoreClosedError."""
-        call = _Waiting(Frame(code, fields or {}, body), answered, repeat)
+        call = Waiting(Frame(code, fields or {}, body), answered, repeat)
         while True:
             line = self._open_line(time.monotonic() + self._timeout_s)
             try:
                 line.send(call)
-            except _NotSentError:
+            except NotSentError:
                 continue
             except OSError:
                 pass  # it has been handed over, to be sent again
@@ -426,7 +187,7 @@ class Connection(Gathering):
     def withdraw(self, handle: object) -> int | None:
         """Forget a parked call. Return its number, by which the server knows it, or None if it is answered, or about to
         be."""
-        assert isinstance(handle, _Waiting)
+        assert isinstance(handle, Waiting)
         with suppress(ValueError):
             self._again.remove(handle)
             return 0
@@ -460,9 +221,66 @@ class Connection(Gathering):
         if self.closed:
             raise StoreClosedError(f"the connection to {self.address} is closed; connect again")
 
+    # -- gathered calls ---------------------------------------------------------------------------------------------
+
+    def gather(self, call: tuple[Any, ...]) -> None:
+        """Send a call soon, perhaps together with others (`gathered`). If the line is lost before, the next one does.
+        Raises ConnectionLostError without a line, and StoreClosedError."""
+        line = self.line
+        if line is None or line.lost is not None or not self.gathered:
+            line = self._open_line(time.monotonic() + self._timeout_s)
+        self.gathered.append(call)
+        full = len(self.gathered) >= _GATHERED
+        if full or line.is_read:  # otherwise the next reader sends it
+            line.send_gathered(in_turn=not full)
+        if self.closed:
+            self._drop_gathered(StoreClosedError(f"the connection to {self.address} was closed"))
+        if not self._dozes:
+            self._dozes = True
+            self.start_reading()
+
+    def read_for(self, is_done: Callable[[], bool], timeout_s: float | None) -> None:
+        """Send the gathered calls, and read until one of them `is_done`. Otherwise have the background thread read: if
+        another thread reads here, for a time, and after a loss. Raises StoreBusyError in a signal handler that has
+        interrupted the reading."""
+        if (line := self.line) is not None:
+            line.turn.refuse_owner()
+            line.send_gathered(in_turn=False)
+            if timeout_s is None and line.read_until(is_done):
+                return
+        self.read_soon()
+
+    def read_soon(self) -> None:
+        """Have the background thread send and read gathered calls at once."""
+        self.hurry = True
+        if (line := self.line) is not None:
+            line.send_gathered(in_turn=True)
+            if line.is_read:
+                return
+        self.start_reading()
+
+    def _drop_gathered(self, error: Exception) -> None:
+        """Give up calls that were not sent, whose last item is a future."""
+        dropped, self.gathered = self.gathered, []
+        for *_, future in dropped:
+            if not future.done():
+                future.set_exception(error)
+
+    def _doze(self, line: Line) -> None:
+        """Wait for the bell. Read for the gathered calls if nobody has done it for a millisecond."""
+        self.hurry = False
+        if not self.gathered and not any(call.gathered for call in list(line.waiting.values())):
+            self._dozes = False
+            if not self.gathered:  # a call that was gathered before has rung no bell
+                self._bell.wait()
+            return
+        received_s = line.received_s
+        if not self._bell.wait(_DOZE_S) and line.received_s == received_s and not line.is_read:
+            self.read_soon()
+
     # -- lines ------------------------------------------------------------------------------------------------------
 
-    def _open_line(self, until_s: float) -> _Line:
+    def _open_line(self, until_s: float) -> Line:
         """Return the line. Without one, open it until `until_s`. Raises ConnectionLostError."""
         line = self.line
         if line is not None and not line.is_gone():
@@ -494,12 +312,12 @@ class Connection(Gathering):
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, self._pause_max_s)
 
-    def _opened(self) -> _Line:
+    def _opened(self) -> Line:
         sock = self._dial()
-        line = _Line(self, limited(sock, self._timeout_s / 2))
+        line = Line(self, limited(sock, self._timeout_s / 2))
 
         def ask(frame: Frame) -> Frame:
-            call = _Waiting(frame, None, False)
+            call = Waiting(frame, None, False)
             line.send(call)
             answer = line.wait(call)
             if answer is None:
@@ -529,7 +347,7 @@ class Connection(Gathering):
 
     # -- parked calls -------------------------------------------------------------------------------------------------
 
-    def call_back(self, call: _Waiting, answer: Frame | None) -> None:
+    def call_back(self, call: Waiting, answer: Frame | None) -> None:
         """Call the function of a parked call."""
         try:
             assert call.answered is not None
@@ -537,7 +355,7 @@ class Connection(Gathering):
         except Exception:
             _log.exception("%s: the callback of an answer failed", self.address)
 
-    def take_over(self, call: _Waiting) -> None:
+    def take_over(self, call: Waiting) -> None:
         """Keep a parked call of a lost line for the next one."""
         if (call.repeat or call.refused) and not self.closed:
             self._again.append(call)

@@ -15,12 +15,13 @@ from typing import Any, Final
 
 from mqstore.broker.reading import ReadResult
 from mqstore.contract import Delivery
-from mqstore.errors import ConnectionLostError, MQStoreError
+from mqstore.errors import ConnectionLostError, FormatError, MQStoreError
 from mqstore.layout.encode import lengths_of
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.writing.outgoing import Body, OutgoingMessage, flat_body
 from mqstore.options import Durability, Duration, milliseconds
-from mqstore.remote.connection import Answered, Connection
+from mqstore.remote.connection import Connection
+from mqstore.remote.line import Answered
 from mqstore.remoting.calls import CALLS, Call, error_of
 from mqstore.remoting.frames import Frame
 from mqstore.remoting.short import (
@@ -147,23 +148,20 @@ class MessageCalls:
         return frame, partial(self._answered, key[0], [future for _, _, future in puts])
 
     def _answered(self, topic: str, futures: Sequence[Put], answer: Frame | None) -> None:
-        """Settle the futures of one frame."""
-        try:
-            found: list[SendReceipt | Exception] | None = None
-            if answer is not None and not answer.code:
-                found = each_receipt(topic, len(futures), answer.fields, answer.body)
-        except MQStoreError as error:
-            found = [error] * len(futures)
-        for i, future in enumerate(futures):
+        """Settle the futures of one frame. Each has an exception of its own, which gets a traceback."""
+        results: Sequence[SendReceipt | Exception]
+        if answer is None:
+            results = [self._lost() for _ in futures]
+        elif answer.code:
+            results = [error_of(answer.code, answer.remark, answer.body) for _ in futures]
+        else:
+            try:
+                results = each_receipt(topic, len(futures), answer.fields, answer.body)
+            except FormatError as error:
+                results = [error] * len(futures)
+        for future, result in zip(futures, results, strict=True):
             if future.done():  # an interrupt has left it gathered
                 continue
-            result: SendReceipt | Exception
-            if found:
-                result = found[i]
-            elif answer is None:
-                result = self._lost()
-            else:  # an exception has a traceback of its own for each
-                result = error_of(answer.code, answer.remark, answer.body)
             if isinstance(result, SendReceipt):
                 future.set_result(result)
             else:

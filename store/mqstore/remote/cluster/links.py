@@ -36,7 +36,8 @@ from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.remote.cluster.records import message_at, records
 from mqstore.remote.cluster.routes import Place, RoutedTopic, addresses, fastjson, routed
-from mqstore.remote.connection import Answered, Connection
+from mqstore.remote.connection import Connection
+from mqstore.remote.line import Answered
 from mqstore.remoting.codes import Code
 from mqstore.remoting.frames import Frame
 from mqstore.signalsafe import Bell, Lock
