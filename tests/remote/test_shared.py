@@ -121,11 +121,6 @@ def test_program_that_serves_its_store_is_found(tmp_path: Path) -> None:
             starter(tmp_path / "mq").dial()
 
 
-def test_store_that_is_in_use_is_locked_for_a_direct_opening(tmp_path: Path) -> None:
-    with Client(starter(tmp_path / "mq").dial()), pytest.raises(StoreLockedError, match="is open for writing"):
-        mqstore.open(tmp_path / "mq")
-
-
 @linux_only
 def test_server_inherits_nothing_of_its_starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DB_PASSWORD", "secret")

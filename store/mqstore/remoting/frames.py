@@ -151,11 +151,6 @@ class FrameReader:
         self._read: list[Frame] = []
         """Frames that were read together and not yielded, the last one first."""
 
-    @property
-    def waiting_bytes(self) -> int:
-        """Number of received bytes that have not been read as frames."""
-        return len(self._buffer) - self._at
-
     def feed(self, data: bytes) -> None:
         """Add received bytes."""
         if self._at == len(self._buffer):  # nearly always: then nothing is copied

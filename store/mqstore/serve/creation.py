@@ -96,12 +96,12 @@ class Creation:
         """Call `then` once all of `wanted` exist. Raises StoreBusyError if too many were created in this minute, except
         for a heartbeat, which is never refused: its error is only logged."""
         server, broker = self._server, self._server.broker
-        missing = [each for each in wanted if (each.kind, each.name) in self._pending or not each.exists(broker)]
+        missing = wanted and [each for each in wanted if each[:2] in self._pending or not each.exists(broker)]
         if not missing:
             then()
             return
 
-        keys = {(each.kind, each.name) for each in missing}
+        keys = {each[:2] for each in missing}
 
         def work() -> int:
             absent = [each for each in missing if not each.exists(broker)]
