@@ -328,10 +328,6 @@ def _subscription_of(server: Server, call: Call) -> Any:
     return {"group": group, "topic": topic, **data}
 
 
-def _running_info(server: Server, call: Call) -> None:
-    _ask(server, call, call.frame.body)
-
-
 def _consume_directly(server: Server, call: Call) -> None:
     """Let a consumer handle one stored message, and answer with what its handler did."""
 
@@ -381,7 +377,7 @@ HANDLERS: Mapping[Code, Handler] = {
     Code.QUERY_TOPIC_CONSUME_BY_WHO: at_once(_groups_of_topic),
     Code.QUERY_TOPICS_BY_CONSUMER: at_once(_topics_of_group),
     Code.QUERY_SUBSCRIPTION_BY_CONSUMER: at_once(_subscription_of),
-    Code.GET_CONSUMER_RUNNING_INFO: _running_info,
+    Code.GET_CONSUMER_RUNNING_INFO: lambda server, call: _ask(server, call, call.frame.body),
     Code.CONSUME_MESSAGE_DIRECTLY: _consume_directly,
     Code.UPDATE_BROKER_CONFIG: _refuse,
     Code.UPDATE_NAMESRV_CONFIG: _refuse,

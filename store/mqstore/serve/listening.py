@@ -150,13 +150,7 @@ def bind_unix(path: Path) -> socket.socket:
 def _is_listening(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
-        try:
-            probe.connect(str(path))
-        except BlockingIOError:  # its backlog is full
-            return True
-        except OSError:
-            return False
-        return True
+        return probe.connect_ex(str(path)) in (0, errno.EAGAIN)  # it listens, or its backlog is full
 
 
 def unix_path(directory: Path) -> Path | None:
