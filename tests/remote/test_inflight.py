@@ -149,13 +149,14 @@ def test_puts_that_nobody_waits_for_are_stored(remote: RemoteBroker, behind: Sto
     until(lambda: all(future.done() for future in futures))
 
 
-def test_puts_are_sent_while_a_thread_waits_for_messages(remote: RemoteBroker, behind: Store) -> None:
+def test_puts_are_sent_while_a_thread_waits_for_messages(remote: RemoteBroker, serving: Serving) -> None:
     """It reads the connection, and is not answered for long."""
     waiter = remote.add_waiter("orders", 1, 10, lambda worth: None, timeout=300)
     for _ in range(20):
         future = remote.put_async("orders", b"x", queue_id=0)
         until(future.done)
     assert remote.remove_waiter(waiter)
+    until(lambda: serving.server.parked == 0)
 
 
 @pytest.mark.parametrize(
