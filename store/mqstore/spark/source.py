@@ -170,27 +170,13 @@ def _check_schema(options: SourceOptions, schema: StructType) -> Any:
     return "string" if as_string else "binary"
 
 
-class SliceReader:
-    """Reading in the tasks of a query or a stream. Copies are pickled for them."""
+class MQStoreReader(DataSourceReader):
+    """Reader of a query, which plans on the driver and reads in tasks."""
 
     def __init__(self, options: SourceOptions, columns: list[str], body_as: Any) -> None:
         self._options = options
         self._columns = columns
         self._body_as = body_as
-
-    def read(self, partition: InputPartition) -> Iterator[Any]:
-        settle()
-        if partition is None or partition.value is None:  # nothing to read, or an empty batch
-            return
-        with plain_errors():
-            if self._options.view != "messages":
-                yield view_batch(self._options.view, partition.value, self._options).select(self._columns)
-                return
-            yield from read_slices(self._options, self._columns, self._body_as, partition.value)
-
-
-class MQStoreReader(SliceReader, DataSourceReader):
-    """Reader of a query, which plans on the driver."""
 
     @plain_errors()
     def partitions(self) -> list[InputPartition]:
@@ -198,3 +184,13 @@ class MQStoreReader(SliceReader, DataSourceReader):
             # By name, not by index: a plan is used again, and by then a glob or a set may have other stores.
             return [InputPartition(name) for name in view_stores(self._options)]
         return [InputPartition(slices) for slices in plan(self._options, by_region=True)]
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        settle()
+        if partition is None or partition.value is None:
+            return
+        with plain_errors():
+            if self._options.view != "messages":
+                yield view_batch(self._options.view, partition.value, self._options).select(self._columns)
+                return
+            yield from read_slices(self._options, self._columns, self._body_as, partition.value)
