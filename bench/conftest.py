@@ -15,7 +15,7 @@ from bench.harness import Ask
 
 _QUICK_SHARE = 0.01
 _PACKAGES = {
-    *("mqstore", "numpy", "crc32c", "lmdb", "queuelib", "persist-queue", "litequeue", "localqueue", "diskcache"),
+    *("mqstore", "numpy", "crc32c", "lmdb", "queuelib", "persist-queue", "litequeue", "diskcache"),
     *("redis", "pyspark", "pyarrow"),
 }
 _ANSWERS = pytest.StashKey[list[Answer]]()

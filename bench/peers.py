@@ -9,7 +9,6 @@ SQLite table    a queue written by hand: WAL, one INSERT a put; a get is an UPDA
 LMDB            nosync, writemap, ascending 8-byte keys (append=True), putmulti of 1000 a transaction; a cursor over all
 persist-queue   SQLiteAckQueue.get and ack of each, a transaction either
 litequeue       LiteQueue.pop and done of each, a transaction either
-localqueue      SimpleQueue.get and ack of each, in its relaxed mode, which does not wait for the disk
 diskcache       Deque.popleft of each: nothing is acknowledged, so a crash loses popped items
 O_DSYNC         pwrite of as many bytes as a record has, one after the other, into blocks that were written before: it
                 needs no journal, which is the best that a disk can do for a log
@@ -126,27 +125,6 @@ def litequeue(directory: Path) -> Iterator[Opened]:
         yield lambda body: queue.put(body.hex()[: len(body)]), take  # it keeps text
 
 
-class _Bytes:
-    """A serializer for localqueue, whose own handles JSON only."""
-
-    dumps = loads = staticmethod(lambda item: item)
-
-
-@contextmanager
-def localqueue(directory: Path) -> Iterator[Opened]:
-    from localqueue import DurabilityMode, SimpleQueue
-
-    path = str(directory / "localqueue.db")
-    with closing(SimpleQueue(path, serializer=_Bytes(), durability=DurabilityMode.RELAXED)) as queue:
-
-        def take() -> Any:
-            job = queue.get(block=False)
-            queue.ack(job)
-            return job.data
-
-        yield queue.put, take
-
-
 @contextmanager
 def diskcache(directory: Path) -> Iterator[Opened]:
     from diskcache import Deque
@@ -257,7 +235,6 @@ SQLITE_PUT_FULL = _put("SQLite table, FULL", partial(sqlite, synchronous="FULL")
 SQLITE_GET = replace(_take("SQLite table, NORMAL", _normal, _SQLITE), missing=_sqlite_missing)
 SQLITE_ACK_QUEUE = _take("persist-queue SQLiteAckQueue", persist_queue, _ACK_QUEUE, "persistqueue")
 LITEQUEUE = _take("litequeue", litequeue, _ACK_QUEUE, "litequeue")
-LOCALQUEUE = _take("localqueue", localqueue, _ACK_QUEUE, "localqueue")
 DISKCACHE_DEQUE = _take("diskcache Deque", diskcache, _ACK_QUEUE, "diskcache")
 LMDB_PUTMULTI = Side("LMDB putmulti, 1000 a transaction", partial(lmdb, work="putmulti"), needs_modules("lmdb"))
 LMDB_CURSOR = Side("LMDB cursor", partial(lmdb, work="cursor"), needs_modules("lmdb"))

@@ -119,7 +119,6 @@ def test_queue_get(ask: Ask, body: int) -> None:
     beside = {
         peers.SQLITE_ACK_QUEUE: 150,
         peers.LITEQUEUE: 10,
-        peers.LOCALQUEUE: 5,
         peers.DISKCACHE_DEQUE: 20,
         peers.SQLITE_GET: None,
     }
