@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from mqstore.errors import ConfigError, MQStoreError
+from mqstore.errors import ConfigError, MQStoreError, NotAStoreError
 from mqstore.files.lock import writer_alive
 from mqstore.files.readonly_fs import QUIET
 from mqstore.jobs.errors import of_store, warn_once
@@ -71,12 +71,17 @@ def open_sliced(store: StoreName) -> SlicedStore:
         return SlicedStore(store.path, fs=QUIET, config=_FEW_MAPPINGS)
 
 
-def opened(store: StoreName, options: SourceOptions, opening: Callable[[StoreName], _Store]) -> _Store | None:
-    """Open the store for a query. If it cannot be opened and the options allow it, warn and return None."""
+def opened(
+    store: StoreName, options: SourceOptions, opening: Callable[[StoreName], _Store], *, missing_ok: bool = False
+) -> _Store | None:
+    """Open the store for a query. If it cannot be opened and the options allow it, warn and return None.
+    None also for a store that does not exist, if `missing_ok`."""
     try:
         return opening(store)
     except (MQStoreError, OSError) as error:
         if options.fail_on_data_loss and not options.ignore_corrupt_files:
+            if missing_ok and isinstance(error, NotAStoreError):
+                return None
             raise
         text = f"{store.path}: {error}" if store.path not in str(error) else str(error)
         warn_once(f"mqstore: {text}; skipped because of failOnDataLoss=false or ignoreCorruptFiles=true")

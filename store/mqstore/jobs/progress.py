@@ -26,8 +26,7 @@ In an offset, a store without an id is named by its absolute path, not by the pa
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -58,7 +57,6 @@ from mqstore.jobs.plan import (
 )
 from mqstore.layout.consumequeue import is_message
 from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.reading.readonly import ReadOnlyMessageStore
 
 _CHUNK_UNITS = 8192
 
@@ -259,7 +257,7 @@ def look(options: SourceOptions, *, first: bool = False, again: bool = False) ->
     absent = []
     some = again and options.read_by != "log" and (options.assign or options.topics) is not None
     for name in names:
-        store = (opened if first else _opened_if_there)(name, options, open_sliced if some else open_store)
+        store = opened(name, options, open_sliced if some else open_store, missing_ok=not first)
         if store is None:
             absent.append(name.id)
             continue
@@ -282,15 +280,6 @@ def look(options: SourceOptions, *, first: bool = False, again: bool = False) ->
     if wanted is not None:
         wanted.check("waits for it; so does subscribePattern")
     return Snapshot(bounds, starts, {name.id: name for name in names}, frozenset(absent))
-
-
-def _opened_if_there(
-    name: StoreName, options: SourceOptions, opening: Callable[[StoreName], ReadOnlyMessageStore]
-) -> ReadOnlyMessageStore | None:
-    """Return the result of `opened`, or None if the store does not exist."""
-    with suppress(NotAStoreError):
-        return opened(name, options, opening)
-    return None
 
 
 def _gone(losses: Losses, key: Key, wanted: int, stores: Mapping[str, StoreName], *, queue: bool = False) -> None:
@@ -424,7 +413,7 @@ class StreamProgress:
         for store_id, keys in groupby(moving, lambda key: key.store):
             name = names.get(store_id)
             opening = open_store if self._by_log else open_sliced
-            store = None if name is None else _opened_if_there(name, self._options, opening)
+            store = None if name is None else opened(name, self._options, opening, missing_ok=True)
             if name is None or store is None:
                 for key in keys if name is None or not self._options.ignore_corrupt_files else ():
                     _gone(losses, key, begin.get(key, 0), names)
