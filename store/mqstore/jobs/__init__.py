@@ -15,14 +15,8 @@ dict of paths by the names shown in reports, or a `select`ion of messages. Work 
 process, or on the executors of the session `spark` (`mqstore.jobs.runner`). A task opens the stores it needs and
 returns a small result, which is the same wherever it runs.
 
-The data source of Spark (`mqstore.spark`) uses the same modules:
-
-    reading   options, selection (which stores, which messages) -> plan (which ranges) -> tasks; keyindex, views
-    streams   progress
-    writing   options, staging -> publish; store_set
-    workers   errors, runner
-
-Jobs are imported when used, because only `export_parquet` needs pyarrow. None needs pyspark.
+The data source of Spark (`mqstore.spark`) uses the same modules. Jobs are imported when used, because only
+`export_parquet` needs pyarrow. None needs pyspark.
 """
 
 from __future__ import annotations

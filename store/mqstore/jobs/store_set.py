@@ -56,16 +56,12 @@ def _check(value: Mapping[str, Any]) -> None:
     version, stores, recorded = value.get("version"), value.get("stores"), value.get(RECORDED, {})
     if type(version) is int and version > 1:
         raise ConfigError(f"{SET_FILE} has version {version}, but this mqstore supports only 1: upgrade mqstore")
-    for holds, rule in (
-        (type(version) is int and version == 1, "version must be 1"),
-        (
-            isinstance(stores, dict) and all(map(_is_inside, stores, stores.values())),
-            "stores must be paths in the folder",
-        ),
-        (isinstance(recorded, dict) and all(map(_is_version, recorded.values())), f"{RECORDED} must be numbers from 0"),
-    ):
-        if not holds:
-            raise ValueError(rule)
+    if type(version) is not int or version != 1:
+        raise ValueError("version must be 1")
+    if not isinstance(stores, dict) or not all(map(_is_inside, stores, stores.values())):
+        raise ValueError("stores must be paths in the folder")
+    if not isinstance(recorded, dict) or not all(type(each) is int and each >= 0 for each in recorded.values()):
+        raise ValueError(f"{RECORDED} must be numbers from 0")
 
 
 def _is_inside(name: str, where: Any) -> bool:
@@ -77,7 +73,3 @@ def _is_inside(name: str, where: Any) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _is_version(value: Any) -> bool:
-    return type(value) is int and value >= 0
