@@ -598,6 +598,10 @@ def test_missing_queue_or_store_fails_or_waits(world: World) -> None:
         end = lenient.latest(start)
         assert decode_offset(end, by_log=False) == {**decode_offset(start, by_log=False), Key(s0, "t", 0): 10}
     more = json.loads(json.dumps(start).replace(": 7", ": 9"))
+    named = StreamProgress(SourceOptions.parse({"paths": json.dumps([s0, gone])}).for_stream())
+    for ask in (lambda: named.latest(start), lambda: named.partitions(start, more)):
+        with pytest.raises(NotAStoreError, match=r"offset 7, but .*gone is no longer a store"):
+            ask()
     with pytest.raises(NotAStoreError) as caught:
         StreamProgress(options(s0)).partitions(start, more)
     assert str(caught.value).endswith(
