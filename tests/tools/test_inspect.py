@@ -549,7 +549,9 @@ def test_human_output_names_what_matters(golden: Golden) -> None:
         assert word in shown.stdout
 
 
-@pytest.mark.parametrize(("void", "first", "last"), [((0,), 1, 3), ((3,), 0, 2), ((0, 3), 1, 2), (range(4), None, None)])
+@pytest.mark.parametrize(
+    ("void", "first", "last"), [((0,), 1, 3), ((3,), 0, 2), ((0, 3), 1, 2), (range(4), None, None)]
+)
 def test_bounds_of_a_queue_are_those_of_its_messages(tmp_path: Path, void: Any, first: Any, last: Any) -> None:
     """Units of lost records are void."""
     with library.open(tmp_path) as store:
