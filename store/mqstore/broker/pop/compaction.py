@@ -38,23 +38,14 @@ _ANEW = 4_096
 
 
 class PopKeeper:
-    def __init__(
-        self,
-        tables: PopTables,
-        wake: Wake,
-        unordered: UnorderedQueues,
-        ordered: OrderedQueues,
-        file: ConfigFile,
-        saved_version: int,
-    ) -> None:
+    def __init__(self, tables: PopTables, wake: Wake, file: ConfigFile, saved_version: int) -> None:
         """Start housekeeping. `saved_version` is the version of the order info in `file`."""
         self._tables = tables
         self._wake = wake
         self._parts = tables.parts
         self._store = tables.store
         self._orders = tables.orders
-        self._unordered = unordered
-        self._ordered = ordered
+        self._unordered, self._ordered = UnorderedQueues(tables), OrderedQueues(tables)
         self._file = file
         interval = seconds(tables.parts.config.commit_interval, "commit_interval")
         self._keep_ms = max(1, round(interval * 1000))

@@ -5,8 +5,8 @@
                             size of the body | next position of the pop log | body of a `ck` or an `ack` | zeros, to 8
 
 The entries are written through a mapping. This takes no system call, and the kernel keeps the bytes when the process is
-killed. After a power cut the id of the boot differs, and the file is ignored. The bodies are those of the log, so a
-replay reads both, by their positions. The name of a batch whose `ck` is only here is minus the position of its entry.
+killed. The bodies are those of the log, so a replay reads both, by their positions. The name of a batch whose `ck` is
+only here is minus the position of its entry.
 
     open     from the first pop for a receiver in this process, until the file is full, and at most `commit_interval`
     folding  the log gets a `ck` of messages in flight, the acknowledgements of batches that the log has, and the cursor

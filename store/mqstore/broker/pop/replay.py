@@ -119,6 +119,7 @@ class Replay:
         """Read the log into the states, before anything is concluded from them."""
         tables = self._tables
         begin = self._next_position = tables.offsets.committed(POP_LOG_KEY) or 0
+        of_queue = {POP: self._pop, RESET: self._reset, SKIP: self._skip}
         for record in self._records(begin):
             try:
                 if 0 <= record.position < begin:
@@ -127,12 +128,8 @@ class Replay:
                 if record.position >= 0:
                     self._is_holed |= record.position > self._next_position
                     self._next_position = record.position + 1
-                if record.kind == POP:
-                    self._pop(record.position, record.value)
-                elif record.kind == RESET:
-                    self._reset(record.value)
-                elif record.kind == SKIP:
-                    self._skip(record.position, record.value)
+                if record.kind in of_queue:
+                    of_queue[record.kind](record.position, record.value)
                 elif (found := self._batches.get(record.value["k"])) is None:
                     self._before(record)  # a batch from before the replay position, entirely settled
                 elif found[0].fifo is not found[1]:
@@ -278,7 +275,7 @@ class Replay:
             state.cursor = max(state.cursor, record.next_offset())
         self._orders.put(state.key, record)
 
-    def _reset(self, value: dict[str, Any]) -> None:
+    def _reset(self, position: int, value: dict[str, Any]) -> None:
         key, offset = QueueKey(value["c"], value["t"], value["q"]), value["o"]
         if not _are_numbers([offset]):
             raise ValueError("the offset of the reset is not a number")
