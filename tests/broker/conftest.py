@@ -11,13 +11,15 @@ from mqstore.broker.broker import Broker
 from mqstore.broker.context import Parts
 from tests.broker.popsupport import PopBench
 from tests.broker.support import Bench, new_parts, shrink_timer_log
+from tests.broker.timersupport import Timers
 
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
     bench = Bench(tmp_path / "store")
     yield bench
-    bench.broker.close()
+    if not bench.broker.store.closed:
+        bench.broker.close()
 
 
 @pytest.fixture
@@ -39,6 +41,15 @@ def pops(tmp_path: Path) -> Iterator[PopBench]:
     """A pop service alone, with a topic `t` of one queue."""
     with PopBench(tmp_path / "store", queues=1) as pops:
         yield pops
+
+
+@pytest.fixture
+def timers(tmp_path: Path) -> Iterator[Timers]:
+    """A timer service alone."""
+    made = Timers(tmp_path / "store")
+    yield made
+    if not made.parts.store.closed:
+        made.close()
 
 
 @pytest.fixture

@@ -254,9 +254,6 @@ def test_copies_over_the_limit_are_never_delivered(pops: PopBench) -> None:
     assert pops.committed(topic=RETRY) == pops.parts.store.offsets(RETRY)[1]
 
 
-# -- given back -------------------------------------------------------------------------------------------------------
-
-
 # -- filters ----------------------------------------------------------------------------------------------------------
 
 

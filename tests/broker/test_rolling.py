@@ -216,7 +216,8 @@ def test_messages_due_now_are_not_relocated(bench: Bench) -> None:
     assert bench.arrived() == [("5900", 5900)]
     assert bench.timer.roll(bench.store.max_offset, 10, bench.clock.now_ms()) == 2, "the last one, and the first again"
     bench.again()
-    bench.advance(DAY)
+    for due_ms in (10 * HOUR - 1, 10 * HOUR, 20 * HOUR - 1, 20 * HOUR):
+        bench.jump(START_MS + due_ms - bench.clock.now_ms())
     assert bench.arrived() == [("5900", 5900), (str(10 * HOUR), 10 * HOUR), (str(20 * HOUR), 20 * HOUR)]
 
 

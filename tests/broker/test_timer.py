@@ -11,7 +11,6 @@ import random
 import shutil
 import zlib
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,6 @@ from tests.log.support import flip
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return count_looks(monkeypatch)
-
-
-@pytest.fixture
-def timers(tmp_path: Path) -> Iterator[Timers]:
-    made = Timers(tmp_path / "store")
-    yield made
-    if not made.parts.store.closed:
-        made.close()
 
 
 @pytest.mark.parametrize("phase_ms", [0, 1, 999])

@@ -7,7 +7,6 @@ import itertools
 import os
 import random
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 
 import crc32c
@@ -502,14 +501,6 @@ def test_a_checkpoint_that_could_not_be_synced_is_not_tried_again(tmp_path: Path
 
 
 # --- the files of a store ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def timers(tmp_path: Path) -> Iterator[Timers]:
-    made = Timers(tmp_path / "store")
-    yield made
-    if not made.parts.store.closed:
-        made.close()
 
 
 def test_unit_holds_its_slot_for_other_programs(timers: Timers) -> None:

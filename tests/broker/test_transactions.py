@@ -93,15 +93,25 @@ def test_ops_of_commits_are_collected_for_three_seconds(bench: Bench) -> None:
     assert bench.bodies(OP_TOPIC) == [b"2,0,", b"1,", b"3,"]
 
 
-def test_ops_are_written_when_they_are_many(bench: Bench) -> None:
-    for _ in range(1200):  # 10 of 2 bytes, 90 of 3, 900 of 4, 200 of 5: more than 4096
-        bench.transactions.end(bench.begin(), "commit")
-    written = bench.bodies(OP_TOPIC)
-    assert len(written) == 1
-    assert 4096 < len(written[0]) <= 4096 + 5
+@pytest.mark.parametrize("refused", [False, True])
+def test_many_ops_are_written_in_parts_and_none_is_lost(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    """Ops of 1200 halves take more than 4096 bytes: 10 of 2 bytes, 90 of 3, 900 of 4, 200 of 5."""
+    with monkeypatch.context() as patch:
+        if refused:
+            refuse_ops(patch)
+        for _ in range(1200):
+            bench.transactions.end(bench.begin(), "commit")
+        assert len(bench.bodies(OP_TOPIC)) == (0 if refused else 1)
+        if refused:
+            with pytest.raises(StoreFullError):
+                bench.transactions.run_once(START_MS + OP_EVERY_MS)
     bench.pass_ms(OP_EVERY_MS)
-    named = [int(number) for body in bench.bodies(OP_TOPIC) for number in body.decode().rstrip(",").split(",")]
-    assert named == [*range(1200)]
+    bodies = bench.bodies(OP_TOPIC)
+    assert [int(number) for body in bodies for number in body.decode().rstrip(",").split(",")] == [*range(1200)]
+    assert [len(body) > 4096 for body in bodies] == [True, False]
+    assert all(len(body) <= 4096 + 5 for body in bodies)
 
 
 # -- ending ----------------------------------------------------------------------------------------------------------
@@ -171,28 +181,38 @@ def test_only_a_check_answer_ends_it_after_immunity(bench: Bench) -> None:
     assert len(bench.bodies()) == 3
 
 
-def test_a_commit_that_cannot_be_stored_leaves_it_open(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("outcome", "bodies"), [("commit", [b"b"]), ("rollback", [])])
+def test_an_end_that_cannot_be_stored_leaves_it_open(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, outcome: Any, bodies: list[bytes]
+) -> None:
     handle = bench.begin()
     with monkeypatch.context() as patch:
+        refuse_ops(patch)
         patch.setattr(bench.parts.router, "copy", full)
         with pytest.raises(StoreFullError):
-            bench.transactions.end(handle, "commit")
+            bench.transactions.end(handle, outcome)
     assert bench.transactions.open_transactions() == [handle]
-    bench.transactions.end(handle, "commit")
-    assert bench.bodies() == [b"b"]
+    bench.transactions.end(handle, outcome)
+    bench.reopen()
+    assert (bench.bodies(), bench.transactions.open_count()) == (bodies, 0)
+
+
+def slow(patch: pytest.MonkeyPatch, kind: Any, name: str) -> None:
+    """Let a put report that it is stored, but perhaps not on disk."""
+    real = getattr(kind, name)
+
+    def call(*args: Any, **options: Any) -> None:
+        raise FlushTimeoutError("stored", real(*args, **options))
+
+    patch.setattr(kind, name, call)
 
 
 def test_a_commit_that_is_stored_but_perhaps_not_on_disk_is_a_commit(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle = bench.begin()
-    copy = bench.parts.router.copy
-
-    def slow(*args: Any, **options: Any) -> None:
-        raise FlushTimeoutError("stored", copy(*args, **options))
-
     with monkeypatch.context() as patch:
-        patch.setattr(bench.parts.router, "copy", slow)
+        slow(patch, bench.parts.router, "copy")
         with pytest.raises(FlushTimeoutError):
             bench.transactions.end(handle, "commit")
     assert bench.transactions.end(handle, "commit") is not None
@@ -201,45 +221,12 @@ def test_a_commit_that_is_stored_but_perhaps_not_on_disk_is_a_commit(
 
 def test_a_half_that_is_perhaps_not_on_disk_is_rolled_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """clients#transaction: any status but SEND_OK is a rollback, and the local transaction does not run."""
-    append = bench.parts.store.append
-
-    def slow(*args: Any, **options: Any) -> None:
-        raise FlushTimeoutError("stored", append(*args, **options))
-
     with monkeypatch.context() as patch:
-        patch.setattr(bench.parts.store, "append", slow)
+        slow(patch, bench.parts.store, "append")
         with pytest.raises(FlushTimeoutError):
             bench.begin(unique_key="U")
     assert bench.transactions.open_count() == 0
     bench.reopen()
-    assert bench.transactions.open_count() == 0
-
-
-def test_ops_that_cannot_be_written_are_kept_and_the_end_stands(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ops of 1200 halves take more than 4096 bytes: 10 of 2 bytes, 90 of 3, 900 of 4, 200 of 5."""
-    handles = [bench.begin() for _ in range(1200)]
-    with monkeypatch.context() as patch:
-        refuse_ops(patch)
-        for handle in handles:
-            bench.transactions.end(handle, "commit")
-        with pytest.raises(StoreFullError):
-            bench.transactions.run_once(START_MS + OP_EVERY_MS)
-    bench.pass_ms(OP_EVERY_MS)
-    named = [int(number) for body in bench.bodies(OP_TOPIC) for number in body.decode().rstrip(",").split(",")]
-    assert named == [*range(1200)]
-    assert [len(body) > 4096 for body in bench.bodies(OP_TOPIC)] == [True, False]
-    assert all(len(body) <= 4096 + 5 for body in bench.bodies(OP_TOPIC))
-
-
-def test_a_rollback_that_cannot_be_stored_leaves_it_open(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = bench.begin()
-    with monkeypatch.context() as patch:
-        refuse_ops(patch)
-        with pytest.raises(StoreFullError):
-            bench.transactions.end(handle, "rollback")
-    assert bench.transactions.open_transactions() == [handle]
-    bench.transactions.end(handle, "rollback")
-    bench.crash()
     assert bench.transactions.open_count() == 0
 
 
@@ -420,27 +407,18 @@ def test_halves_that_rocketmq_left_are_understood(bench: Bench) -> None:
 # -- asking ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_check_comes_after_six_seconds_then_one_every_thirty(bench: Bench) -> None:
+@pytest.mark.parametrize(("immunity", "first_ms"), [(None, 6_000), (60, 60_000), (1, 6_000), (6.4, 6_000)])
+def test_checks_come_after_six_seconds_or_the_immunity(bench: Bench, immunity: float | None, first_ms: int) -> None:
+    """Then one comes every thirty seconds."""
     times: list[int] = []
 
     def check(message: Message) -> None:
         times.append(bench.clock.now_ms() - START_MS)
 
     bench.transactions.on_check(GROUP, check)
-    bench.begin()
-    bench.pass_ms(CHECK_AFTER_MS + 2 * CHECK_EVERY_MS)
-    assert times == [6_000, 36_000, 66_000]
-
-
-@pytest.mark.parametrize(("immunity", "first_ms"), [(60, 60_000), (1, 6_000), (6.4, 6_000)])
-def test_immunity_puts_the_first_check_off(bench: Bench, immunity: float, first_ms: int) -> None:
-    asked: list[Message] = []
-    bench.transactions.on_check(GROUP, always(None, asked))
     bench.begin(immunity=immunity)
-    bench.pass_ms(first_ms - 1)
-    assert asked == []
-    bench.pass_ms(1)
-    assert len(asked) == 1
+    bench.pass_ms(first_ms + 2 * CHECK_EVERY_MS)
+    assert times == [first_ms, first_ms + 30_000, first_ms + 60_000]
 
 
 @pytest.mark.parametrize(("answer", "visible", "open_after"), [(True, 1, 0), (False, 0, 0), (None, 0, 1)])

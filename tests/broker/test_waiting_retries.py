@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +16,6 @@ from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from tests.broker.support import Bench, messages_of
 
 DAY_MS = 86_400_000
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path / "store")
-    yield made
-    if not made.broker.store.closed:
-        made.broker.close()
 
 
 def fail(bench: Bench, group: str, **delay: Any) -> None:
