@@ -549,20 +549,16 @@ def test_human_output_names_what_matters(golden: Golden) -> None:
         assert word in shown.stdout
 
 
-@pytest.mark.parametrize(
-    ("void", "first", "last"), [((0,), 1, 3), ((3,), 0, 2), ((0, 3), 1, 2), (range(4), None, None)]
-)
-def test_bounds_of_a_queue_are_those_of_its_messages(tmp_path: Path, void: Any, first: Any, last: Any) -> None:
+@pytest.mark.parametrize("kept", [[1, 2, 3], [0, 1, 2], [1, 2], []])
+def test_bounds_of_a_queue_are_those_of_its_messages(tmp_path: Path, kept: list[int]) -> None:
     """Units of lost records are void."""
     with library.open(tmp_path) as store:
         receipts = [store.put("t", b"x", queue_id=0) for _ in range(4)]
     [file] = (tmp_path / "consumequeue/t/0").iterdir()
     with open(file, "r+b") as units:
-        for n in void:
+        for n in {0, 1, 2, 3}.difference(kept):
             units.seek(20 * n)
             units.write(bytes.fromhex("00000000000000007fffffff0000000000000000"))
     found = inspect_store(tmp_path)["topics"]["t"]["queues"]["0"]
-    ends = [-1, -1] if first is None else [
-        receipts[first].physical_offset, receipts[last].physical_offset + receipts[last].size,
-    ]  # fmt: skip
-    assert [found["min_physical_offset"], found["max_physical_offset"]] == ends
+    ends = [(receipts[n].physical_offset, receipts[n].physical_offset + receipts[n].size) for n in kept] or [(-1, -1)]
+    assert (found["min_physical_offset"], found["max_physical_offset"]) == (ends[0][0], ends[-1][1])
