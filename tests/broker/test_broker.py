@@ -33,21 +33,6 @@ from tests.faults import FaultyFileSystem
 from tests.holding import new_threads
 from tests.log.support import Unsynced, open_store
 
-MINUTE, HOUR, DAY = 60_000, 3_600_000, 86_400_000
-
-
-def test_unacknowledged_message_is_dead_after_17_attempts(bench: Bench) -> None:
-    bench.broker.put("t", b"x", tag="a", keys="k")
-    attempts = []
-    for _ in range(20):
-        attempts += [each.attempt for each in bench.broker.pop("g", "t", 32, invisible=60)]
-        bench.advance(MINUTE)
-
-    assert attempts == list(range(1, 18))
-    [letter] = bench.broker.dead_letters("g")
-    assert (letter.body, letter.tag, letter.keys) == (b"x", "a", ("k",))
-    assert bench.broker.lag("g") == dict.fromkeys(bench.broker.lag("g"), 0)
-
 
 def test_sql_and_tag_filters_choose(bench: Bench) -> None:
     for n in range(6):
@@ -140,29 +125,6 @@ def test_unconsumed_messages_are_kept_by_a_named_pin(tmp_path: Path) -> None:
     bench.advance(20_000)
 
     assert 0 < broker.min_offset("t", 0) <= 200
-    bench.broker.close()
-
-
-def test_a_message_in_flight_and_one_delayed_hold_the_log(tmp_path: Path) -> None:
-    bench = Bench(tmp_path / "store", retention=Retention(age=None, max_bytes=0))
-    broker = bench.broker
-    broker.topics.create("t", queues=1)
-    broker.put("t", b"popped")
-    broker.put("t", b"delayed", delay_level=18)
-    [delivery] = broker.pop("g", "t", invisible=HOUR / 1000)
-    fill(broker, "other", 0.3)
-    broker.commit("g", "other", 0, 300)
-    broker.store.flush()
-    bench.advance(HOUR // 2)
-
-    assert broker.store.min_offset == 0
-    assert delivery.message.body == b"popped"
-    broker.ack("g", "t", [delivery.receipt])
-    bench.advance(2 * HOUR)
-    assert bench.bodies() == [b"delayed"]
-    broker.store.flush()
-    bench.advance(MINUTE)
-    assert broker.store.min_offset > 0
     bench.broker.close()
 
 
@@ -435,20 +397,6 @@ def test_sql_and_single_bars_as_a_choice_of_tags_are_refused(bench: Bench, tags:
         bench.broker.pop("g", "t", filter=tags)
 
     assert caught.value.position == position
-
-
-def test_with_unconsumed_drop_what_the_engine_is_to_deliver_still_comes(tmp_path: Path) -> None:
-    bench = Bench(tmp_path / "store", retention=Retention(age=60, max_bytes=None, unconsumed="drop"))
-    broker = bench.broker
-    broker.put("t", b"by level", delay_level=18)
-    broker.put("t", b"by timer", delay=7200)
-    fill(broker, "other", 0.2)
-    bench.advance(HOUR)
-    fill(broker, "other", 0.2)
-    bench.advance(HOUR + 2000)
-
-    assert sorted(bench.bodies()) == [b"by level", b"by timer"]
-    bench.broker.close()
 
 
 def test_callback_runs_when_a_pop_may_succeed(bench: Bench) -> None:

@@ -272,13 +272,6 @@ def test_lag_counts_what_waits_in_the_retry_topic_of_pop(bench: Bench, broker: B
     assert bench.broker.lag("g") == {QueueRef("t", 0): 3, QueueRef(RETRY, 0): 2}
 
 
-def test_lag_counts_what_was_sent_back(bench: Bench, broker: Broker) -> None:
-    physical = broker.put("t", b"x").physical_offset
-    broker.commit("g", "t", 0, 1)
-    broker.send_back("g", physical, delay=0)
-    assert broker.lag("g") == {QueueRef("t", 0): 0, QueueRef("%RETRY%g", 0): 1}
-
-
 def test_old_group_starts_at_its_retry_topic(bench: Bench, broker: Broker) -> None:
     broker.put_many("t", [b"x"] * 2)
     broker.pop("g", "t", 1, invisible=1)
