@@ -39,7 +39,6 @@ __all__ = [
     "ServiceBench",
     "TableBench",
     "advance",
-    "advance_broker",
     "clock_of",
     "counted",
     "full",
@@ -49,7 +48,6 @@ __all__ = [
     "parked_thread",
     "scanned",
     "settle",
-    "settle_broker",
     "shrink_timer_log",
 ]
 
@@ -103,24 +101,6 @@ def advance(parts: Parts, mechanisms: Sequence[BackgroundService], duration_ms: 
         due_ms = settle(parts, mechanisms)
     clock.advance(until_ms - clock.now_ms())
     settle(parts, mechanisms)
-
-
-def settle_broker(broker: Broker, clock: SimulatedClock) -> int | None:
-    """Run what is due now, until nothing is, and return when the next is (wall ms)."""
-    for _ in range(1000):
-        due_ms = broker.run_once()
-        if due_ms is None or due_ms > clock.now_ms():
-            return due_ms
-    raise AssertionError(f"something is due again and again: {broker.stats().errors}")
-
-
-def advance_broker(broker: Broker, clock: SimulatedClock, duration_ms: int) -> None:
-    """Let time pass from one due time to the next, as the housekeeper would."""
-    until_ms = clock.now_ms() + duration_ms
-    while (due_ms := settle_broker(broker, clock)) is not None and due_ms <= until_ms:
-        clock.advance(max(1, due_ms - clock.now_ms()))
-    clock.advance(max(0, until_ms - clock.now_ms()))
-    settle_broker(broker, clock)
 
 
 def shrink_timer_log(monkeypatch: pytest.MonkeyPatch, units: int = 10) -> None:
@@ -341,10 +321,20 @@ class Bench:
         self.settle()
 
     def advance(self, duration_ms: int) -> None:
-        advance_broker(self.broker, self.clock, duration_ms)
+        """Let time pass from one due time to the next, as the housekeeper would."""
+        until_ms = self.clock.now_ms() + duration_ms
+        while (due_ms := self.settle()) is not None and due_ms <= until_ms:
+            self.clock.advance(max(1, due_ms - self.clock.now_ms()))
+        self.clock.advance(max(0, until_ms - self.clock.now_ms()))
+        self.settle()
 
     def settle(self) -> int | None:
-        return settle_broker(self.broker, self.clock)
+        """Run what is due now, until nothing is, and return when the next is (wall ms)."""
+        for _ in range(1000):
+            due_ms = self.broker.run_once()
+            if due_ms is None or due_ms > self.clock.now_ms():
+                return due_ms
+        raise AssertionError(f"something is due again and again: {self.broker.stats().errors}")
 
     def pulled(self, group: str, topic: str, queue_id: int) -> int | None:
         """Return the end of the group's last read."""

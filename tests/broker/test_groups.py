@@ -9,16 +9,25 @@ from typing import Any
 import pytest
 
 from mqstore import RetryPolicy, backoff, exponential
+from mqstore.broker.tables.groups import GroupConfig, GroupTable
 from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError
-from tests.broker.tablesupport import GroupConfig, Groups
+from tests.broker.support import TableBench
 
 SECOND, MINUTE, HOUR = 1_000, 60_000, 3_600_000
 FOR_EVER = 2_147_483_647
 
 
+Groups = TableBench[GroupTable]
+
+
+def opened(path: Path, **config: Any) -> Groups:
+    """Return a store, its groups, and their file."""
+    return TableBench(path, "subscriptionGroup.json", GroupTable, **config)
+
+
 @pytest.fixture
 def groups(tmp_path: Path) -> Any:
-    groups = Groups(tmp_path / "s")
+    groups = opened(tmp_path / "s")
     yield groups
     groups.store.close()
 
@@ -164,7 +173,7 @@ def test_the_engines_own_groups_are_nobody_elses(groups: Groups) -> None:
 
 
 def test_with_auto_create_off_only_create_makes_groups(tmp_path: Path) -> None:
-    groups = Groups(tmp_path / "s", auto_create_groups=False)
+    groups = opened(tmp_path / "s", auto_create_groups=False)
     with pytest.raises(GroupNotFoundError, match="auto_create_groups"):
         groups.table.require("g")
     created = groups.table.create("g", orderly=True)

@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 
+from mqstore.broker.names import QueueKey
+from mqstore.broker.tables.offsets import OffsetTable
+from mqstore.broker.tables.topics import TopicConfig, TopicTable
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, TopicNotFoundError
-from tests.broker.tablesupport import QueueKey, TopicConfig, Topics, topics_of
+from mqstore.log.store import MessageStore
+from tests.broker.support import TableBench
 from tests.conftest import Golden
 from tests.log.support import open_store
 
@@ -19,6 +23,17 @@ SYSTEM_TOPICS = (
     *("rmq_sys_wheel_timer", "rmq_sys_REVIVE_LOG_DefaultCluster", "rmq_sys_pop_log", "TBW102", "SELF_TEST_TOPIC"),
     *("BenchmarkTest", "OFFSET_MOVED_EVENT", "RMQ_SYS_TRACE_TOPIC", "CHECKPOINT_TOPIC"),
 )
+
+
+class Topics(TableBench[TopicTable]):
+    """A store, its topics and offsets, and the topics' file."""
+
+    def __init__(self, path: Path, **config: Any) -> None:
+        super().__init__(path, "topics.json", self._load_both, **config)
+
+    def _load_both(self, store: MessageStore) -> TopicTable:
+        self.offsets = OffsetTable(store)
+        return TopicTable(store, self.offsets)
 
 
 @pytest.fixture
@@ -276,7 +291,7 @@ def test_a_java_brokers_directory_shows_all_its_topics(golden: Golden, name: str
             expected[queue["topic"]] = max(expected.get(queue["topic"], 0), queue["queue_id"] + 1)
     before = {path.name for path in java.path.iterdir()}
     with open_store(java.path) as store:
-        table = topics_of(store)
+        table = TopicTable(store, OffsetTable(store))
         assert {config.name: config.read_queues for config in table.configs()} == expected
         assert all(config.read_queues == config.write_queues and config.perm == 6 for config in table.configs())
         assert set(table.names()) <= set(table.names(system=True)) == set(expected)
