@@ -218,25 +218,12 @@ class Reads:
                     return None
                 self._lost_to[key] = result.min_offset
             self._statistics.lost(key, uncounted)
-            _log.warning(
-                "group %s lost %d messages of %s/%d: it was at %d, the first one kept is %d",
-                group,
-                uncounted,
-                topic,
-                queue_id,
-                offset,
-                result.min_offset,
-            )
+            facts = group, uncounted, topic, queue_id, offset, result.min_offset
+            _log.warning("group %s lost %d messages of %s/%d: it was at %d, the first one kept is %d", *facts)
             return first
         if offset > result.max_offset:
-            _log.error(
-                "group %s is at %d of %s/%d, which ends at %d; it continues there",
-                group,
-                offset,
-                topic,
-                queue_id,
-                result.max_offset,
-            )
+            where = group, offset, topic, queue_id, result.max_offset
+            _log.error("group %s is at %d of %s/%d, which ends at %d; it continues there", *where)
             return offset
         return None
 

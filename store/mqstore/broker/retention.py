@@ -170,13 +170,8 @@ class RetentionService(BackgroundService):
         if done:
             return True
         if self._rolled:
-            _log.info(
-                "%s: %d waiting messages were relocated to the end of the log, so that segments before %d can be "
-                "deleted",
-                self._parts.store.path,
-                self._rolled,
-                before,
-            )
+            moved = f"{self._parts.store.path}: {self._rolled} waiting messages were relocated to the end of the log"
+            _log.info("%s, so that segments before %d can be deleted", moved, before)
         self._roll_before, self._rolled = None, 0
         return False
 
