@@ -185,11 +185,11 @@ def _read_run(
     return headers, end
 
 
-def _candidates(view: memoryview, start: int, stop: int, end: int) -> tuple[_Int64s, _Int64s]:
-    """Return ascending starts in `[start, stop)` with a magic and a possible size, and the claimed ends."""
+def _candidates(view: memoryview, start: int, stop: int, end: int) -> _Int64s:
+    """Return ascending starts in `[start, stop)` with a magic and a possible size."""
     stop = min(stop, end - MIN_RECORD_BYTES + 1)
     if stop <= start:
-        return np.empty(0, np.int64), np.empty(0, np.int64)
+        return np.empty(0, np.int64)
     low, high = start + _record.MAGIC_AT, stop + _record.MAGIC_AT + len(_MAGIC_BYTES)
     data: np.NDArray[np.uint8] = np.ndarray((len(view),), np.uint8, view)
     pairs = data[low : high - (high - low) % 2].view(np.uint16)
@@ -201,11 +201,10 @@ def _candidates(view: memoryview, start: int, stop: int, end: int) -> tuple[_Int
     found = hits * 2 - odd[hits] + (low - _record.MAGIC_AT)
     found = found[(found >= start) & (found < stop)]
     heads = _column(view, found, ">i8")  # totalSize in the upper half, magic in the lower
-    following = found + (heads >> 32)
-    magic = heads.astype(np.int32)
-    good = (magic == MAGIC_V1) | (magic == MAGIC_V2)
-    good &= (following >= found + MIN_RECORD_BYTES) & (following <= end)
-    return found[good], following[good]
+    size, magic = heads >> 32, heads.astype(np.int32)
+    good = ((magic == MAGIC_V1) | (magic == MAGIC_V2)) & (size >= MIN_RECORD_BYTES) & (found + size <= end)
+    result: _Int64s = found[good]
+    return result
 
 
 def _column(view: memoryview, positions: _Int64s, dtype: np.DTypeLike) -> np.NDArray[np.signedinteger]:
@@ -538,7 +537,7 @@ def find_next(
         # block may have its magic after the block, and zeros before the magic.
         if not data[low : min(low + _BLOCK_BYTES + _record.MAGIC_AT + len(_MAGIC_BYTES), end)].any():
             continue
-        found, _ = _candidates(view, low, min(low + _BLOCK_BYTES, stop), end)
+        found = _candidates(view, low, min(low + _BLOCK_BYTES, stop), end)
         found = found[_column(view, found + _record.PHYSICAL_OFFSET_AT, ">i8") == found + base]
         headers = Headers(view, found)
         for position, size in zip(found[headers.ok].tolist(), headers.size[headers.ok].tolist(), strict=True):
@@ -564,7 +563,7 @@ def whole_runs(buf: ReadableBuffer, stop: int, checksum: Checksum) -> Iterator[H
         high = min(low + _BLOCK_BYTES, stop)
         if high <= done or not data[low : high + _record.MAGIC_AT + len(_MAGIC_BYTES)].any():
             continue
-        found, _ = _candidates(view, max(low, done), high, end)
+        found = _candidates(view, max(low, done), high, end)
         headers = Headers(view, found)
         good = headers.ok & (headers.physical_offset >= 0)
         columns = found[good], headers.size[good], headers.physical_offset[good]
