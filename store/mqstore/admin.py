@@ -33,6 +33,7 @@ from mqstore.broker.redelivery.dead_letters import DeadLetters
 from mqstore.broker.tables.configchecks import CONFIG_CHECKS
 from mqstore.broker.tables.groups import default_retry
 from mqstore.client.send.preparing import check_options, options_of
+from mqstore.contract import Limits
 from mqstore.files.filesystem import REAL
 from mqstore.files.readonly_fs import QUIET
 from mqstore.log.recovery import repair
@@ -70,13 +71,9 @@ __all__ = [
 def check_message(message: OutgoingMessage, max_message_size: int | None = None) -> None:
     """Raise InvalidMessageError or ConfigError if a store with this limit of bodies refuses the message.
     None: the limit of a new store. Topic and queue of the message are not checked."""
-    check_options(
-        message.body,
-        options_of(message),
-        now_ms=time.time_ns() // 1_000_000,
-        max_delay=StoreConfig().max_delay,
-        max_message_size=DEFAULT_MESSAGE_BYTES if max_message_size is None else max_message_size,
-    )
+    size = DEFAULT_MESSAGE_BYTES if max_message_size is None else max_message_size
+    limits = Limits(size, StoreConfig().max_delay)
+    check_options(message.body, options_of(message), limits, time.time_ns() // 1_000_000)
 
 
 def rebuild_config(path: str | os.PathLike[str], *, dry_run: bool = False) -> list[str]:

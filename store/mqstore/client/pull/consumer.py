@@ -116,8 +116,7 @@ class PullConsumer:
         self._joined = False
         self._on_assign: Told | None = None
         self._on_revoke: Told | None = None
-        self._positions = Positions(broker, group, self.client_id, self._hooks, self._filter_of)
-        self._positions.auto_commit = auto_commit
+        self._positions = Positions(broker, group, self.client_id, self._hooks, self._filter_of, auto_commit)
         self._lost: set[QueueRef] = set()
         """Queues that were found lost, and not yet passed to `on_revoke`."""
         self.caller: Callable[[], object] = threading.current_thread

@@ -63,15 +63,15 @@ class Positions:
         client_id: str,
         hooks: Interceptors,
         filter_of: Callable[[str], Filter | None],
+        auto_commit: bool,
     ) -> None:
-        """`filter_of` returns the filter of a topic."""
+        """`filter_of` returns the filter of a topic. With `auto_commit`, `Broker.save` saves the positions, too."""
         self._broker = broker
         self.group = group
         self.client_id = client_id
         self._hooks = hooks
         self._filter_of = filter_of
-        self.auto_commit = False
-        """If true, `Broker.save` also saves the position of settled messages."""
+        self._auto_commit = auto_commit
         self.by_queue: dict[QueueRef, Position] = {}
         self.turns: deque[Position] = deque()
         """All positions, the one to be read next first."""
@@ -90,7 +90,7 @@ class Positions:
         for queue in sorted(begins):
             position = self.by_queue[queue] = Position(queue, begins[queue])
             self.turns.append(position)
-        if self.auto_commit:
+        if self._auto_commit:
             self._broker.listen("save", self.save)
 
     def drop(self, queues: Iterable[QueueRef]) -> None:

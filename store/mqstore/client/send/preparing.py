@@ -20,7 +20,7 @@ from mqstore.broker.delay.route import routed_properties
 from mqstore.broker.selection import RoundRobin
 from mqstore.broker.uniquekey import new_unique_key
 from mqstore.client.interceptors import Interceptors
-from mqstore.contract import BrokerContract, SendOptions
+from mqstore.contract import BrokerContract, Limits, SendOptions
 from mqstore.errors import ConfigError, FlushTimeoutError, InvalidMessageError
 from mqstore.layout.properties import encode_properties
 from mqstore.log.commitlog import QueueRef, SendReceipt
@@ -34,7 +34,7 @@ from mqstore.log.writing.outgoing import (
     key_words,
     no_such_option,
 )
-from mqstore.options import Durability, Duration, seconds
+from mqstore.options import Durability, seconds
 
 MAX_PROPERTIES: Final = 128
 MAX_PROPERTIES_BYTES: Final = 16 << 10
@@ -51,9 +51,7 @@ def options_of(message: OutgoingMessage) -> SendOptions:
     return cast(SendOptions, given)
 
 
-def check_options(
-    body: object, options: SendOptions, *, now_ms: int, max_delay: Duration, max_message_size: int
-) -> bytes:
+def check_options(body: object, options: SendOptions, limits: Limits, now_ms: int) -> bytes:
     """Check all of a message but its topic and queue. Return its body as bytes.
     A producer checks these rules before it calls hooks or gives a message to another thread, so that the caller gets
     the error at once. A put checks most of them, too.
@@ -63,7 +61,7 @@ def check_options(
     Raises InvalidMessageError, ConfigError for an unknown durability, and TypeError for an unknown option.
     """
     flat = flat_body(body)
-    check_size(flat, max_message_size)
+    check_size(flat, limits.max_message_size)
     if not options:
         return flat
     unknown = options.keys() - _UNSET.keys()
@@ -74,7 +72,7 @@ def check_options(
     one_of(options.get("durability"), "durability", (None, "append", "flush"))
     if options.get("compressed") not in (None, "zlib"):
         raise InvalidMessageError(f"compressed {options.get('compressed')!r} is not 'zlib'", "compressed")
-    max_delay_ms = int(seconds(max_delay, "max_delay") * 1000)
+    max_delay_ms = int(seconds(limits.max_delay, "max_delay") * 1000)
     encode_properties(routed_properties(options, now_ms=now_ms, max_delay_ms=max_delay_ms))
     return flat
 
@@ -231,14 +229,7 @@ class Preparer:
 
     def _check(self, body: Body, options: SendOptions) -> bytes:
         """Check all that does not depend on the topic. Return the body as bytes."""
-        limits = self._broker.limits
-        return check_options(
-            body,
-            options,
-            now_ms=self._clock.now_ms(),
-            max_delay=limits.max_delay,
-            max_message_size=limits.max_message_size,
-        )
+        return check_options(body, options, self._broker.limits, self._clock.now_ms())
 
     def ready(
         self,
