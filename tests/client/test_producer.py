@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 import mqstore
 from mqstore import Interceptor, Message, OutgoingMessage, Producer, QueueRef, SendReceipt
 from mqstore.errors import (
-    ConfigError,
     FlushFailedError,
     FlushTimeoutError,
     InvalidMessageError,
@@ -253,32 +252,6 @@ def test_read_only_queue_gets_no_message(bench: Bench) -> None:
         producer.send("orders", b"x", queue_id=2)
 
     assert {producer.send("orders", b"x").queue_id for _ in range(8)} == {0, 1}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"group": ""},
-        {"group": "a b"},
-        {"group": "g" * 121},
-        {"group": None},
-        {"retries": -1},
-        {"retries": 1.5},
-        {"timeout": -1},
-        {"durability": "maybe"},
-        {"compression": "lz4"},
-        {"linger": -1},
-        {"linger": 31},
-        {"linger_bytes": 0},
-        {"linger_bytes": (2 << 20) + 1},
-        {"max_inflight": 0},
-        {"max_inflight_bytes": 0},
-    ],
-    ids=str,
-)
-def test_a_producer_that_cannot_be(bench: Bench, options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        Producer(bench.broker, **options)
 
 
 def test_keys_that_can_be_read_only_once_are_stored(bench: Bench) -> None:

@@ -449,26 +449,6 @@ def test_a_read_that_fails_is_tried_again_and_keeps_nothing_of_the_others(
 # --- misuse --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"start": "first"},
-        {"start": datetime(2030, 1, 1)},
-        {"start": 7},
-        {"fetch_max": 0},
-        {"fetch_max": 1025},
-        {"fetch_max": "32"},
-        {"strategy": "AVG"},
-        {"client_id": "a/b"},
-        {"auto_commit_interval": -1},
-        {"group": "a b"},
-    ],
-)
-def test_options_that_cannot_be_are_refused(broker: Broker, options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        PullConsumer(broker, options.pop("group", "g"), **options)
-
-
 def test_to_subscribe_and_to_assign_exclude_each_other(broker: Broker) -> None:
     with pytest.raises(ConfigError, match="assign"):
         subscribed(broker).assign(Q[0])

@@ -460,38 +460,6 @@ def test_as_a_context_it_is_shut_at_the_end(bench: Bench) -> None:
 # -- misuse ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options", [{"visibility": 0}, {"visibility": -1}, {"visibility": 13 * 3600}, {"maxsize": -1}, {"maxsize": 1.5}]
-)
-def test_options_that_cannot_be_make_no_queue(bench: Bench, options: dict[str, Any]) -> None:
-    with pytest.raises(mqstore.errors.ConfigError):
-        bench.queue(**options)
-    assert bench.broker.topics.names() == []
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        "a\nb",
-        "\x7f",
-        "\u2028",
-        "\ud800",
-        "%RETRY%x",
-        "%DLQ%x",
-        "SCHEDULE_TOPIC_XXXX",
-        "x" * 121,
-        "." * 41,
-        None,
-        b"jobs",
-    ],
-)
-def test_names_that_cannot_be(bench: Bench, name: Any) -> None:
-    with pytest.raises(mqstore.MQStoreError):
-        bench.store.queue(name)
-    assert bench.broker.topics.names() == []
-
-
 @pytest.mark.parametrize("earlier", ["messages", "queue", "nothing"])
 def test_all_queues_of_an_older_topic_are_read(bench: Bench, earlier: str) -> None:
     """A producer made the topic before `store.queue`, with four queues, and the queue was refused."""

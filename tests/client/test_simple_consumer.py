@@ -140,30 +140,6 @@ def test_order_is_a_property_of_the_group(bench: Bench) -> None:
     bench.consumer(group="plain", ordered=True)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"visibility": 0.05},
-        {"visibility": 13 * 3600},
-        {"start": "first"},
-        {"start": datetime(2030, 1, 1)},  # of which time zone?
-        {"client_id": "a b"},
-        {"client_id": ""},
-        {"topics": {"a b": "*"}},
-        {"topics": {"t": "price > 5"}},
-        {"topics": {"rmq_sys_pop_log": "*"}},
-        {"topics": {"t": "||"}},
-    ],
-)
-def test_options_that_cannot_be_leave_no_trace(bench: Bench, options: dict[str, Any]) -> None:
-    listeners = list(bench.broker.topics.on_change)
-    with pytest.raises(mqstore.MQStoreError):
-        bench.store.simple_consumer("g", **options)
-    assert bench.broker.groups.get("g") is None
-    assert bench.broker.members.groups() == []
-    assert bench.broker.topics.on_change == listeners
-
-
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True])
 def test_a_number_of_messages_that_cannot_be(bench: Bench, wrong: Any) -> None:
     consumer = bench.consumer()
