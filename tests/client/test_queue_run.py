@@ -161,19 +161,17 @@ def test_loops_survive_a_queue_that_fails(run: Any, monkeypatch: pytest.MonkeyPa
     assert counts(run(["a", "b"], lambda task: None, body, workers=1)) == (2, 0, 0, 0)
 
 
-def test_long_handler_keeps_its_item(run: Any) -> None:
-    seen: list[int] = []
-
-    def handle(task: Any) -> None:
-        seen.append(task.attempt)
-        time.sleep(4)
+def test_long_handler_keeps_its_item(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    renewed = threading.Event()
 
     def body(queue: mqstore.Queue) -> None:
         queue._visibility_s, queue._visibility_ms = 3.0, 3000
+        renew = queue._broker.renew
+        monkeypatch.setattr(queue._broker, "renew", lambda *lease, **more: (renew(*lease, **more), renewed.set())[0])
         queue.shutdown()
 
-    assert counts(run(["a"], handle, body, workers=2)) == (1, 0, 0, 0)
-    assert seen == [1]
+    assert counts(run(["a"], lambda task: renewed.wait(20), body)) == (1, 0, 0, 0)
+    assert renewed.is_set()
 
 
 # -- rates ------------------------------------------------------------------------------------------------------------
@@ -216,7 +214,7 @@ def test_item_given_back_for_its_rate_loses_no_attempt(run: Any) -> None:
     def handle(task: Any) -> None:
         attempts.append((task.value, task.attempt))
 
-    run(list("abc"), handle, body, rate="1/s", rate_per=len)
+    run(list("abc"), handle, body, rate="3/s", rate_per=len)  # a third of a second is longer than an item is held
 
     assert sorted(attempts) == [("a", 1), ("b", 1), ("c", 1)]
 
@@ -246,23 +244,27 @@ def test_immediate_shutdown_lets_running_handlers_end(run: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("immediate", [False, True])
-def test_item_of_a_hanging_handler_is_released(run: Any, tmp_path: Path, immediate: bool) -> None:
+def test_item_of_a_hanging_handler_is_released(
+    run: Any, tmp_path: Path, immediate: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     begun, over = threading.Event(), threading.Event()
-    queues = []
 
     def handle(task: Any) -> None:
         begun.set()
         over.wait(20)
 
+    def end(queue: mqstore.Queue) -> None:
+        queue.shutdown(immediate)
+        until(lambda: "run ended" in caplog.text)
+        over.set()  # the loop waits for its thread
+
     def body(queue: mqstore.Queue) -> None:
-        queues.append(queue)
-        later(lambda: queue.shutdown(immediate), begun)
-        threading.Timer(3, over.set).start()
+        later(lambda: end(queue), begun)
 
     summary = run(["a"], handle, body, grace=0.1)
 
     assert counts(summary) == (0, 0, 0, 1)
-    over.set()
     assert left(tmp_path / "store") == {"a": 1}
 
 
