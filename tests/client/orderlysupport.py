@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mqstore import Message, PushConsumer, QueueRef
-from tests.client import popsupport, support
+from tests.client import popsupport
 
 __all__ = ["Bench", "Call"]
 
@@ -27,7 +27,7 @@ class Call:
 
 
 class Bench(popsupport.Bench):
-    """Topic t has `queues` queues. Members are run by `settle` and `advance`, in the order they joined."""
+    """Topic t has `queues` queues. Members are run in the order in which they joined."""
 
     def __init__(self, path: Path, queues: int = 1) -> None:
         super().__init__(path)
@@ -35,16 +35,14 @@ class Bench(popsupport.Bench):
         self.running: dict[QueueRef, str] = {}
         self.overlaps: list[str] = []
         self.errors: list[tuple[BaseException, Message | None]] = []
-        self.members: list[PushConsumer] = []
         self.store.create_topic("t", queues=queues)
 
     def kill(self) -> None:
-        self.members.clear()
         self.running.clear()
         super().kill()
 
     def close(self) -> None:
-        self.members.clear()
+        self.consumers.clear()
         self.store.close()
 
     def put(self, *bodies: str | bytes, topic: str = "t", queue_id: int | None = 0, **options: Any) -> None:
@@ -76,7 +74,7 @@ class Bench(popsupport.Bench):
 
         for topic in topics:
             consumer.subscribe(topic, recorded)
-        self.members.append(consumer)
+        self.consumers.append(consumer)
         return consumer.start()
 
     @contextmanager
@@ -93,18 +91,6 @@ class Bench(popsupport.Bench):
         finally:
             self.running.pop(queue, None)
 
-    def leave(self, consumer: PushConsumer) -> bool:
-        self.members.remove(consumer)
-        return consumer.stop()
-
-    # -- time -----------------------------------------------------------------------------------------------------
-
-    def settle(self) -> int | None:
-        return support.settle(self.broker, self.clock, self.members)
-
-    def advance(self, duration_s: float) -> None:
-        support.advance(self.broker, self.clock, self.members, duration_s)
-
     # -- what came of it ------------------------------------------------------------------------------------------
 
     @property
@@ -114,9 +100,6 @@ class Bench(popsupport.Bench):
     @property
     def attempts(self) -> list[tuple[str, int]]:
         return [(call.body, call.attempt) for call in self.calls]
-
-    def committed(self, queue: int = 0, topic: str = "t") -> int | None:
-        return self.broker.committed("g", topic, queue)
 
     def dead(self) -> list[str]:
         return [letter.text() for letter in self.store.dead_letters("g")]

@@ -1,4 +1,4 @@
-"""A store with time by hand for who consumes by pop, and push consumers whose outcome can be looked at."""
+"""A store with time by hand, and push consumers whose outcome can be looked at."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import SimpleConsumer, SimulatedClock, StoreConfig
+from mqstore import PushConsumer, SimpleConsumer, SimulatedClock, StoreConfig
 from mqstore.broker.broker import Broker
 from mqstore.client.push.pop import PopEngine
 from tests.client import support
@@ -27,6 +27,8 @@ class Bench:
         self.path = path
         self.clock = SimulatedClock()
         self.config = config
+        self.consumers: list[PushConsumer] = []
+        """Run by `settle` and `advance`, in this order, and only then."""
         self.open()
 
     def open(self) -> None:
@@ -38,7 +40,8 @@ class Bench:
 
     def kill(self) -> None:
         """What the system does for a dead process: locks and descriptors are given back, nothing else happens."""
-        kill(self.store.log)
+        self.consumers.clear()
+        kill(support.behind(self.broker).store)
 
     def put(self, *bodies: str | bytes, topic: str = "t", queue_id: int | None = None, **options: Any) -> None:
         for body in bodies:
@@ -49,11 +52,20 @@ class Bench:
         return self.store.simple_consumer(group, dict.fromkeys(topics or ("t",), "*"), **options)
 
     def advance(self, duration_s: float) -> None:
-        support.advance(self.broker, self.clock, (), duration_s)
+        """Let time pass, from one due time to the next."""
+        support.advance(self.broker, self.clock, self.consumers, duration_s)
 
     def settle(self) -> int | None:
-        """Run what is due; when to come again."""
-        return support.settle(self.broker, self.clock, ())
+        """Do all that is due now; when the next is (wall ms)."""
+        return support.settle(self.broker, self.clock, self.consumers)
+
+    def leave(self, consumer: PushConsumer) -> bool:
+        """Stop a consumer, and run it no more."""
+        self.consumers.remove(consumer)
+        return consumer.stop()
+
+    def committed(self, queue_id: int = 0, topic: str = "t", group: str = "g") -> int | None:
+        return self.broker.committed(group, topic, queue_id)
 
     def letters(self) -> list[tuple[bytes, str]]:
         """(body, reason) of the dead letters."""

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from mqstore import Interceptor, Message, PushConsumer, QueueRef, SimulatedClock
+from mqstore import Interceptor, Message, PushConsumer, QueueRef
 from mqstore.broker import opening
 from mqstore.broker.broker import Broker
 from mqstore.broker.names import QueueKey
 from mqstore.client.push.assignment import Assignment
 from mqstore.client.push.handler_call import Handling
 from mqstore.files.filesystem import FileSystem
-from tests.client import support
-from tests.log.support import kill, open_store
+from tests.client import popsupport, support
+from tests.log.support import open_store
 
 __all__ = [
     "PushBench",
@@ -75,29 +75,24 @@ class Told(Interceptor):
         self.timeouts.append((message.body, stack))
 
 
-class PushBench:
-    """Group g, topic t unless said. What is due is done when `settle` or `advance` is called, and only then."""
+class PushBench(popsupport.Bench):
+    """A broker without a store object, on any file system."""
 
     def __init__(self, path: Path, *, fs: FileSystem | None = None, queues: int = 1, **config: Any) -> None:
-        self.path = path
-        self.clock = SimulatedClock()
         self.fs = fs
-        self.config = {"segment_bytes": SEGMENT, **config}
-        self.consumers: list[PushConsumer] = []
         self.errors: list[BaseException] = []
-        self.open()
+        super().__init__(path, **{"segment_bytes": SEGMENT, **config})
         if self.broker.topics.get("t") is None:
             self.broker.topics.create("t", queues=queues)
 
     def open(self) -> None:
         new = not (self.path / "commitlog").exists()
         config = self.config if new else {k: v for k, v in self.config.items() if k != "segment_bytes"}
-        self.broker: Broker = opening.Broker(open_store(self.path, fs=self.fs, clock=self.clock, **config))
+        self._broker: Broker = opening.Broker(open_store(self.path, fs=self.fs, clock=self.clock, **config))
 
-    def kill(self) -> None:
-        """What the system does for a dead process: locks and descriptors are given back, nothing else happens."""
-        self.consumers.clear()
-        kill(support.behind(self.broker).store)
+    @property
+    def broker(self) -> Broker:
+        return self._broker
 
     def close(self) -> None:
         for consumer in self.consumers:
@@ -107,11 +102,11 @@ class PushBench:
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
-    def put(self, *bodies: bytes, topic: str = "t", queue_id: int | None = 0, **options: Any) -> None:
+    def put(self, *bodies: Any, topic: str = "t", queue_id: int | None = 0, **options: Any) -> None:
         for body in bodies:
             self.broker.put(topic, body, queue_id=queue_id, **options)
 
-    def consumer(
+    def consumer(  # type: ignore[override]
         self,
         handler: Callable[..., object] | None = None,
         topic: str = "t",
@@ -129,26 +124,8 @@ class PushBench:
         self.consumers.append(consumer)
         return consumer.start() if run else consumer
 
-    def leave(self, consumer: PushConsumer) -> bool:
-        """Stop a consumer, and run it no more."""
-        self.consumers.remove(consumer)
-        return consumer.stop()
-
-    def committed(self, queue_id: int = 0, topic: str = "t", group: str = "g") -> int | None:
-        return self.broker.committed(group, topic, queue_id)
-
     def dead(self, group: str = "g") -> list[bytes]:
         return [message.body for message in self.broker.dead_letters(group)]
-
-    # -- time -------------------------------------------------------------------------------------------------------
-
-    def settle(self) -> int | None:
-        """Do all that is due now; when the next is (wall ms)."""
-        return support.settle(self.broker, self.clock, self.consumers)
-
-    def advance(self, duration_s: float) -> None:
-        """Let time pass, from one due time to the next."""
-        support.advance(self.broker, self.clock, self.consumers, duration_s)
 
 
 def commit_unchecked(broker: Broker, offset: int) -> None:

@@ -228,7 +228,7 @@ def test_crash_at_a_dead_letter_never_loses_it(bench: Bench, monkeypatch: pytest
         return receipt
 
     monkeypatch.setattr(bench.broker, "send_back", crash)
-    bench.members[0].run_once()
+    bench.consumers[0].run_once()
     bench.open()
     assert bench.committed() in (0, None)
     bench.join(handler=fails("0"))
@@ -435,7 +435,7 @@ def test_hanging_ordered_handler_is_reported_and_keeps_its_queue(
     bench.put("0", "1", "2")
     first = bench.join("a", handle, batch_size=2, consume_timeout=900, interceptors=[hook(on_timeout=timeout)])
     other = bench.join("b", lambda messages: None, batch_size=2)
-    bench.members.remove(other)
+    bench.consumers.remove(other)
     with caplog.at_level(logging.ERROR):
         bench.settle()
 
@@ -494,7 +494,7 @@ def test_retries_of_a_concurrent_group_become_ordered(bench: Bench) -> None:
     consumer = bench.store.push_consumer("g", ordered=True, workers=1, batch_size=10)
     for topic in ("t", "u"):
         consumer.subscribe(topic, takes(topic))
-    bench.members.append(consumer.start())
+    bench.consumers.append(consumer.start())
     bench.advance(2)
 
     assert sorted(got) == [("t", "t 0", 2), ("t", "t 1", 2), ("t", "t 3", 2), ("u", "u 2", 2)]
