@@ -7,6 +7,7 @@ import java.util.Map;
 import java.util.Set;
 import java.util.concurrent.Callable;
 import java.util.concurrent.ConcurrentHashMap;
+import java.util.concurrent.CopyOnWriteArrayList;
 import java.util.concurrent.CountDownLatch;
 import java.util.concurrent.TimeUnit;
 import java.util.concurrent.atomic.AtomicInteger;
@@ -429,7 +430,7 @@ public class Clients {
 
     static String members() throws Exception {
         Set<String> workers = ConcurrentHashMap.newKeySet();
-        List<String> seen = Collections.synchronizedList(new ArrayList<>());
+        List<String> seen = new CopyOnWriteArrayList<>(); // it is read while it grows
         List<DefaultMQPushConsumer> members = new ArrayList<>();
         producer.send(message("shared", "a", "first"));
         for (String name : List.of("one", "two", "three")) {
