@@ -348,7 +348,6 @@ class Connection:
     # -- parked calls -------------------------------------------------------------------------------------------------
 
     def call_back(self, call: Waiting, answer: Frame | None) -> None:
-        """Call the function of a parked call."""
         try:
             assert call.answered is not None
             call.answered(answer)

@@ -377,7 +377,6 @@ class Call:
         return given
 
     def answer(self, result: Any) -> bytes:
-        """Return the body of an answer."""
         blobs: list[bytes] = []
         value = [self._result.write(result, blobs)]
         return dumps(value, blobs)

@@ -55,7 +55,6 @@ class Blobs:
         self._at = at
 
     def take(self, size: Any) -> bytes:
-        """Return the next blob."""
         end = self._at + size if type(size) is int and size >= 0 else -1
         if not 0 <= end <= len(self._data):
             raise FormatError(f"a blob of {size!r:.40} bytes is not there", "body", self._at)

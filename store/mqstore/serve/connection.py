@@ -236,7 +236,6 @@ class Connection(asyncio.Protocol):
                 cancel()
 
     def abort(self, why: str | None = None) -> None:
-        """Disconnect the client at once."""
         if why is not None:
             _log.warning("client %s is disconnected: %s", self.peer, why)
         self._transport.abort()

@@ -226,7 +226,6 @@ class Listening:
         return self._server.connections + len(self._starting)
 
     def start(self) -> None:
-        """Accept connections."""
         self._paused = False
         for each in self.sockets:
             each.setblocking(False)

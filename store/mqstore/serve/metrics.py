@@ -60,7 +60,6 @@ class Metrics:
             self._listener.close()
 
     def count_answer(self, code: int) -> None:
-        """Count an answer."""
         self.answers[code if 0 <= code < _CODES_MAX else -1] += 1
 
     def _tick(self, due_s: float) -> None:

@@ -121,7 +121,6 @@ class Own:
         """Calls that are answered later, or do more than that."""
 
     def stop(self) -> None:
-        """End every session."""
         for connection in list(self._sessions):
             self.leave(connection)
         self._pool.shutdown()
@@ -150,7 +149,6 @@ class Own:
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def serve(self, call: Call) -> None:
-        """Serve one call."""
         call.is_own = True
         spec, fields = BY_CODE[call.frame.code], call.frame.fields
         if "topic" in fields and call.connection in self._sessions:

@@ -293,7 +293,6 @@ class Server:
     # -- connections ------------------------------------------------------------------------------------------------
 
     def admit(self, connection: Connection) -> None:
-        """Note a new connection."""
         self._connections.add(connection)
         if self._idle_timer is not None:
             self._idle_timer.cancel()

@@ -159,7 +159,6 @@ class Links:
         return None
 
     def close(self) -> None:
-        """Close every connection."""
         self.closed = True
         self._bell.ring()
         for link in [*self._names, *self._links.values()]:
