@@ -13,7 +13,7 @@
 #include "table.h"
 
 /* Incremented with every change of a function's arguments or result; store/mqstore/native.py has the same number. */
-#define NATIVE_VERSION 36
+#define NATIVE_VERSION 37
 
 #if !defined(__GNUC__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || !defined(__LP64__)
 #error "built by GCC or Clang, for processors with 64 bits that are little-endian; elsewhere mqstore runs on Python and numpy"
@@ -182,7 +182,7 @@ enum { ANY = -1 };
 #define DECLARED(name, count) PyObject *native_##name(PyObject *, PyObject *const *, Py_ssize_t);
 FUNCTIONS(DECLARED)
 extern PyTypeObject QueueTailType, LogTailType, LocatedType, SenderType, PutMethodType;
-extern PyTypeObject BatchFieldsType, TimelineFieldsType, QueueFieldsType, PopFieldsType, OffsetFieldsType;
+extern PyTypeObject BatchFieldsType, TimelineFieldsType, QueueFieldsType, PopFieldsType;
 int message_init(void);
 int pop_init(void);
 int sender_init(void);

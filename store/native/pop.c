@@ -31,7 +31,7 @@ enum { SINGLE, SETTLED };
 #define NO_ORDER " 0 0 mqstore "
 #define IN_ORDER " 999 0 mqstore "
 
-static PyObject *compact_name, *note_name;
+static PyObject *compact_name;
 
 /* Read the number in `object`; false, without an exception, if it is not an int of 64 bits. */
 static bool number_of(PyObject *object, long long *number)
@@ -77,13 +77,13 @@ static PyObject *ascii_of(const char *text, Py_ssize_t size)
 
 typedef struct {
     PyObject_HEAD
-    PyObject *tip, *queue, *pop_tail, *ack_tail, *resets, *orders, *offsets, *freed, *batch, *delivery, *journal,
+    PyObject *tip, *queue, *pop_tail, *ack_tail, *resets, *orders, *by_topic, *note, *freed, *batch, *delivery, *journal,
         *routes, *parked, *slow;
-    long long max_body, order_changes, journal_end;
+    long long max_body, order_changes, offset_changes, journal_end;
 } PopFields;
 
 #define SHARED(F) \
-    F(tip) F(queue) F(pop_tail) F(ack_tail) F(resets) F(orders) F(offsets) F(freed) F(batch) F(delivery) F(journal) F(routes) \
+    F(tip) F(queue) F(pop_tail) F(ack_tail) F(resets) F(orders) F(by_topic) F(note) F(freed) F(batch) F(delivery) F(journal) F(routes) \
     F(parked) F(slow)
 
 COLLECTED(pop_fields, PopFields, SHARED)
@@ -94,7 +94,7 @@ static bool has_log(const PopFields *self)
     return self->tip && PyObject_TypeCheck(self->tip, &LogTailType) && self->queue &&
            PyObject_TypeCheck(self->queue, &QueueTailType) && self->pop_tail && PyBytes_Check(self->pop_tail) &&
            self->ack_tail && PyBytes_Check(self->ack_tail) && self->resets && PyDict_Check(self->resets) && self->orders &&
-           PyDict_CheckExact(self->orders) && self->offsets && PyObject_TypeCheck(self->offsets, &OffsetFieldsType) &&
+           PyDict_CheckExact(self->orders) && self->by_topic && PyDict_CheckExact(self->by_topic) && self->note &&
            self->freed && self->batch && PyType_Check(self->batch) &&
            PyType_IsSubtype((PyTypeObject *)self->batch, &BatchFieldsType) && self->delivery && PyType_Check(self->delivery) &&
            PyType_FastSubclass((PyTypeObject *)self->delivery, Py_TPFLAGS_TUPLE_SUBCLASS);
@@ -426,21 +426,20 @@ static int advance(QueueFields *state)
 /* Like `OffsetTable.note`, which handles the other cases. 1, or -1 with an exception. */
 static int note(PopFields *self, PyObject *key, PyObject *offset)
 {
-    OffsetFields *table = (OffsetFields *)self->offsets;
     PyObject *groups = NULL, *queues = NULL;
     /* No Python code runs in here, so the table's lock is not needed: its owner reads and writes an offset without a call in
        between, and `reset` fills `resets` first. */
-    if (table->committed && PyDict_CheckExact(table->committed) && !PyDict_GET_SIZE(self->resets))
-        groups = PyDict_GetItemWithError(table->committed, PyTuple_GET_ITEM(key, 1));
+    if (!PyDict_GET_SIZE(self->resets))
+        groups = PyDict_GetItemWithError(self->by_topic, PyTuple_GET_ITEM(key, 1));
     if (groups && PyDict_CheckExact(groups))
         queues = PyDict_GetItemWithError(groups, PyTuple_GET_ITEM(key, 0));
     if (queues && PyDict_CheckExact(queues) && PyDict_Contains(queues, PyTuple_GET_ITEM(key, 2)) == 1) {
-        table->changes++;
+        self->offset_changes++;
         return PyDict_SetItem(queues, PyTuple_GET_ITEM(key, 2), offset) < 0 ? -1 : 1;
     }
     if (PyErr_Occurred())
         return -1;
-    return succeeded(PyObject_CallMethodObjArgs((PyObject *)table, note_name, key, offset, NULL)) ? 1 : -1;
+    return succeeded(PyObject_CallFunctionObjArgs(self->note, key, offset, NULL)) ? 1 : -1;
 }
 
 /* Return the bit of a claim's message in its batch, 0 if Python must handle it, -1 with an exception. `number` is its offset.
@@ -684,6 +683,7 @@ static PyMemberDef pop_fields_members[] = {
     SHARED(MEMBER)
     {"_max_body", T_LONGLONG, offsetof(PopFields, max_body), 0, NULL},
     {"_order_changes", T_LONGLONG, offsetof(PopFields, order_changes), 0, NULL},
+    {"_offset_changes", T_LONGLONG, offsetof(PopFields, offset_changes), 0, NULL},
     {"routes", T_OBJECT, offsetof(PopFields, routes), 0, NULL},
     {"slow", T_OBJECT, offsetof(PopFields, slow), 0, NULL},
     {"journal_map", T_OBJECT, offsetof(PopFields, journal), 0, NULL},
@@ -701,6 +701,5 @@ PyTypeObject PopFieldsType = {
 int pop_init(void)
 {
     compact_name = PyUnicode_InternFromString("_compact");
-    note_name = PyUnicode_InternFromString("note");
-    return !compact_name || !note_name || pop_fields_init() < 0 || PyType_Ready(&PopFieldsType) < 0 ? -1 : 0;
+    return !compact_name || pop_fields_init() < 0 || PyType_Ready(&PopFieldsType) < 0 ? -1 : 0;
 }

@@ -1,5 +1,4 @@
-/* The fields of pop's states: `QueueFields` of a queue, with its lock, `BatchFields` of a batch, `TimelineFields` of a timeline,
-   `OffsetFields` of the committed offsets. */
+/* The fields of pop's states: `QueueFields` of a queue, with its lock, `BatchFields` of a batch, `TimelineFields` of a timeline. */
 
 #include "popfields.h"
 #include <stddef.h>
@@ -84,24 +83,6 @@ int timeline_add(TimelineFields *self, PyObject *at, PyObject *batch)
     self->entries++;
     return 0;
 }
-
-/* --- committed offsets --- */
-
-#define OFFSETS(F) F(committed)
-
-COLLECTED(offset_fields, OffsetFields, OFFSETS)
-
-static PyMemberDef offset_fields_members[] = {
-    {"_committed", T_OBJECT_EX, offsetof(OffsetFields, committed), 0, NULL},
-    {"_compiled_changes", T_LONGLONG, offsetof(OffsetFields, changes), 0, NULL},
-    {NULL},
-};
-
-PyTypeObject OffsetFieldsType = {
-    COLLECTED_TYPE(offset_fields, OffsetFields),
-    .tp_doc = "Committed offsets.",
-    .tp_members = offset_fields_members,
-};
 
 /* --- the state of a queue --- */
 
@@ -211,5 +192,5 @@ int pop_fields_init(void)
     Py_XDECREF(module);
     if (!acquire_name || !is_owned_name || !release_name || !heappush)
         return -1;
-    return PyType_Ready(&BatchFieldsType) < 0 || PyType_Ready(&OffsetFieldsType) < 0 || PyType_Ready(&TimelineFieldsType) < 0 || PyType_Ready(&QueueFieldsType) < 0 ? -1 : 0;
+    return PyType_Ready(&BatchFieldsType) < 0 || PyType_Ready(&TimelineFieldsType) < 0 || PyType_Ready(&QueueFieldsType) < 0 ? -1 : 0;
 }

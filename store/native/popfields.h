@@ -21,13 +21,6 @@ typedef struct {
     long long entries;
 } TimelineFields;
 
-/* The committed offsets. */
-typedef struct {
-    PyObject_HEAD
-    PyObject *committed;
-    long long changes;
-} OffsetFields;
-
 /* The state of a queue. */
 typedef struct {
     PyObject_HEAD

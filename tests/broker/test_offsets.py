@@ -103,7 +103,7 @@ def test_an_offset_that_compiled_code_notes_while_starts_move_is_kept(offsets: _
 
         def note(self) -> None:
             self.noted += 1
-            table._committed["t"]["g"][1] += 1
+            table.by_topic["t"]["g"][1] += 1
 
         def get(self, *arguments: Any) -> Any:
             self.note()

@@ -27,7 +27,6 @@ from mqstore.broker.reading import Reads, Start
 from mqstore.broker.redelivery.attempt_journal import Address, AttemptJournal
 from mqstore.broker.redelivery.retry import origin_topic
 from mqstore.broker.service import Wake
-from mqstore.broker.tables.offsets import OffsetTable
 from mqstore.broker.waiting import Waiter, Waiters
 from mqstore.errors import MQStoreError
 from mqstore.log.commitlog import SendReceipt
@@ -99,7 +98,12 @@ class PopTables(PopFields):
     """Entries of the order info table."""
     _order_changes: int
     """Number of changes to the order info by compiled code."""
-    _offsets: OffsetTable
+    _by_topic: dict[str, dict[str, dict[int, int]]]
+    """Committed offsets of the offset table."""
+    _offset_changes: int
+    """Number of changes to committed offsets by compiled code."""
+    _note: Callable[[QueueKey, int], None]
+    """`OffsetTable.note`."""
     _freed: Callable[[QueueState], None]
     """Callback for a queue whose last FIFO batch is settled. Called without its lock."""
     _batch: type[Batch]
@@ -171,14 +175,15 @@ class PopTables(PopFields):
         """Time of the housekeeper's next run. None if it only runs when woken."""
         self.noting = Lock()
         self._tip = self.journal_map = None
-        self._order_changes = self.journal_end = 0
+        self._order_changes = self._offset_changes = self.journal_end = 0
         pop, ack = self.log.ways.get(POP), self.log.ways.get(ACK)
         if pop is not None and ack is not None:
             self._tip, self._queue, self._pop_tail, self._max_body = pop
             self._ack_tail = ack.tail
             self._resets = self.offsets.resets
             self._orders = self.orders.entries
-            self._offsets = self.offsets
+            self._by_topic, self._note = self.offsets.by_topic, self.offsets.note
+            self.offsets.compiled_changes = lambda: self._offset_changes
             self._freed = self.wake_if_free
             self._parked = waiters.parked
             self._batch, self._delivery = Batch, Delivery

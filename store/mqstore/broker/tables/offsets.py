@@ -38,7 +38,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from json.encoder import encode_basestring
 from operator import index
 from time import thread_time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mqstore.broker.names import START_GROUP, QueueKey, is_system_group
 from mqstore.broker.service import BackgroundService
@@ -49,7 +49,6 @@ from mqstore.files.jsonfile import EncodedEntry
 from mqstore.log.names import is_path_safe
 from mqstore.log.reading.reader import StoreReader
 from mqstore.log.recovery.queueends import load_ends
-from mqstore.native import kernel
 from mqstore.options import Durability, milliseconds
 from mqstore.signalsafe import Lock
 
@@ -62,23 +61,7 @@ _QUICK_REST = 50
 """Shortest pause before the next quick save, as a multiple of the last one's duration, since the table may be large."""
 
 
-class OffsetFields:
-    """Fields that compiled settlements of pop use."""
-
-    __slots__ = ("_committed", "_compiled_changes")
-
-    _committed: dict[str, dict[str, dict[int, int]]]
-    """Topic -> group -> queue id -> offset."""
-    _compiled_changes: int
-    """Number of changes by compiled code. It works like `OffsetTable.note`, but without the lock, between any two calls
-    of Python. So Python code must not make a call between reading an offset and writing it."""
-
-
-if not TYPE_CHECKING and kernel is not None:
-    OffsetFields = kernel.OffsetFields
-
-
-class OffsetTable(OffsetFields, BackgroundService):
+class OffsetTable(BackgroundService):
     """Committed offsets of all groups. Thread-safe. Look-ups take no lock.
 
     The class is long because its tables (offsets, resets, logical starts, sent dead letters) are in one file and change
@@ -101,8 +84,12 @@ class OffsetTable(OffsetFields, BackgroundService):
         self._wakes = True
         """True if the next commit must call `wake`."""
         self._lock = Lock()
-        self._committed = {}
-        self._compiled_changes = 0
+        self.by_topic: dict[str, dict[str, dict[int, int]]] = {}
+        """Topic -> group -> queue id -> offset. Compiled settlements of pop change it like `note`, but without the
+        lock, between any two calls of Python. So Python code must not make a call between reading an offset and writing
+        it, and this is always the same dict."""
+        self.compiled_changes: Callable[[], int] = int
+        """Function that returns the number of changes by compiled code."""
         self._beginning: dict[tuple[str, str], dict[int, int]] = {}
         """First offsets by (group, topic) that are being saved."""
         self._sent: dict[str, tuple[tuple[int, int], ...]] = {}
@@ -135,7 +122,7 @@ class OffsetTable(OffsetFields, BackgroundService):
     def committed(self, key: QueueKey) -> int | None:
         """Return the group's committed offset in a queue, or None if it never committed, which is not 0."""
         group, topic, queue_id = key
-        groups = self._committed.get(topic)
+        groups = self.by_topic.get(topic)
         if groups is None or (queues := groups.get(group)) is None:
             return None
         return queues.get(queue_id)
@@ -171,7 +158,7 @@ class OffsetTable(OffsetFields, BackgroundService):
             if not self.resets or key not in self.resets:
                 group, topic, queue_id = key
                 try:
-                    self._committed[topic][group][queue_id] = offset
+                    self.by_topic[topic][group][queue_id] = offset
                 except KeyError:
                     self._queues_of(group, topic)[queue_id] = offset
                 self._changes += 1
@@ -218,7 +205,7 @@ class OffsetTable(OffsetFields, BackgroundService):
                 raise ConfigError(
                     f"{name!r} cannot have offsets: a name is 1 to 255 bytes without '@', '/' or controls"
                 )
-        return self._committed.setdefault(topic, {}).setdefault(group, {})
+        return self.by_topic.setdefault(topic, {}).setdefault(group, {})
 
     # -- the last read ----------------------------------------------------------------------------------------------
 
@@ -259,11 +246,11 @@ class OffsetTable(OffsetFields, BackgroundService):
         if is_system_group(group):
             raise ConfigError(f"{group!r} is a system group and cannot be removed")
         with self._lock:
-            for topic, groups in list(self._committed.items()):
+            for topic, groups in list(self.by_topic.items()):
                 if groups.pop(group, None) is not None:
                     self._changes += 1
                 if not groups:
-                    del self._committed[topic]
+                    del self.by_topic[topic]
             self._forget(lambda key: key.group == group)
         if self._store.mode == "rw":
             self._published.forget(group)
@@ -273,7 +260,7 @@ class OffsetTable(OffsetFields, BackgroundService):
         Raises the errors of `save`, and then the next save writes it."""
         with self._lock:
             for topic in topics:
-                self._changes += len(self._committed.pop(topic, {}))
+                self._changes += len(self.by_topic.pop(topic, {}))
                 self._sent.pop(topic, None)
             self._forget(lambda key: key.topic in topics)
         self.save()
@@ -286,7 +273,7 @@ class OffsetTable(OffsetFields, BackgroundService):
         with self._lock:
             sent = dict(self._sent)
             for topic, ends in topics.items():
-                before[topic] = {group: dict(queues) for group, queues in self._committed.get(topic, {}).items()}
+                before[topic] = {group: dict(queues) for group, queues in self.by_topic.get(topic, {}).items()}
                 self._raise_to(topic, ends)
                 for queue_id, offset in ends.items():
                     self._move_start(topic, queue_id, offset)
@@ -294,13 +281,13 @@ class OffsetTable(OffsetFields, BackgroundService):
             self.save()
         except BaseException:
             with self._lock:
-                self._committed.update(before)
+                self.by_topic.update(before)
                 self._sent = sent
                 self._changes += 1
             raise
 
     def _raise_to(self, topic: str, starts: Mapping[int, int]) -> None:
-        for group, queues in self._committed.get(topic, {}).items():
+        for group, queues in self.by_topic.get(topic, {}).items():
             if is_system_group(group):
                 continue
             for queue_id, start in starts.items():
@@ -319,7 +306,7 @@ class OffsetTable(OffsetFields, BackgroundService):
         with self._lock:
             return {
                 (topic, queue_id): offset
-                for topic, groups in self._committed.items()
+                for topic, groups in self.by_topic.items()
                 for queue_id, offset in groups.get(group, {}).items()
             }
 
@@ -328,7 +315,7 @@ class OffsetTable(OffsetFields, BackgroundService):
         with self._lock:
             return [
                 (group, topic, dict(queues))
-                for topic, groups in self._committed.items()
+                for topic, groups in self.by_topic.items()
                 for group, queues in groups.items()
                 if not is_system_group(group)
             ]
@@ -336,14 +323,12 @@ class OffsetTable(OffsetFields, BackgroundService):
     def groups(self) -> set[str]:
         """Return the consumer groups that have committed offsets."""
         with self._lock:
-            return {group for groups in self._committed.values() for group in groups if not is_system_group(group)}
+            return {group for groups in self.by_topic.values() for group in groups if not is_system_group(group)}
 
     def groups_of(self, topic: str) -> set[str]:
         with self._lock:
             return {
-                group
-                for group, queues in self._committed.get(topic, {}).items()
-                if queues and not is_system_group(group)
+                group for group, queues in self.by_topic.get(topic, {}).items() if queues and not is_system_group(group)
             }
 
     def of_queue(self, topic: str, queue_id: int) -> dict[str, int | None]:
@@ -409,7 +394,7 @@ class OffsetTable(OffsetFields, BackgroundService):
 
     def _count(self) -> int:
         """Return the number of all changes."""
-        return self._changes + self._compiled_changes
+        return self._changes + self.compiled_changes()
 
     def save(self) -> None:
         """Save all commits made before this call, unless they are on disk.
@@ -434,7 +419,7 @@ class OffsetTable(OffsetFields, BackgroundService):
             changes = self._count()
             table = {
                 (group, topic): dict(queues)
-                for topic, groups in self._committed.items()
+                for topic, groups in self.by_topic.items()
                 for group, queues in groups.items()
             }
             for key, begins in self._beginning.items():
@@ -489,7 +474,7 @@ class OffsetTable(OffsetFields, BackgroundService):
             if at and "@" not in group and is_path_safe(topic) and is_path_safe(group):
                 offsets = dict(self._usable(key, queues or {}))
                 if offsets:
-                    self._committed.setdefault(topic, {})[group] = offsets
+                    self.by_topic.setdefault(topic, {})[group] = offsets
                 continue
             self._foreign[key] = queues
             if not group.endswith("@" + _BROADCAST):  # the key of a Java broker's broadcast offsets
