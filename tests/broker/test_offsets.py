@@ -607,9 +607,7 @@ def test_random_calls_agree_with_the_plain_tables(tmp_path_factory: pytest.TempP
     run_state_machine_as_test(Machine, settings=settings(stateful_step_count=30, max_examples=30))  # type: ignore[no-untyped-call]
 
 
-def test_group_of_a_lost_expired_queue_begins_at_its_start(
-    tmp_path: Path,
-) -> None:
+def test_group_of_a_lost_expired_queue_begins_at_its_start(tmp_path: Path) -> None:
     """The log tells nothing of such a queue, so no note of its end was left: put to without a broker it had soon more
     messages than the group had once consumed, and the group passed over as many."""
     path = tmp_path / "s"
