@@ -243,14 +243,6 @@ def test_a_new_group_begins_where_it_says_and_that_is_committed(
     assert broker.start_of("g", "t", 0, "latest") == position
 
 
-def test_the_groups_own_start_is_the_default(bench: Bench, broker: Broker) -> None:
-    _fill(bench)
-    broker.groups.create("g", start="latest")
-    assert [broker.start_of("g", "t", queue_id) for queue_id in (0, 1)] == [5, 0]
-    broker.commit("h", "t", 0, 0)  # which is a commit, too
-    assert broker.start_of("h", "t", 0, "latest") == 0
-
-
 def test_latest_means_the_end_of_what_there_was_when_the_group_came(bench: Bench, broker: Broker) -> None:
     """A queue that was added later, and had messages before a member came to it, was begun at its end: they were
     skipped."""

@@ -107,18 +107,6 @@ def test_another_level_table_changes_no_pause_of_a_retry(
     parts.store.close()
 
 
-def test_a_delay_that_no_level_has_is_a_timer(parts: Parts) -> None:
-    properties = (copy := back(parts, put(parts), delay_ms=1_500)).stored_properties()
-    assert (copy.topic, properties["REAL_TOPIC"]) == (TIMER_TOPIC, "%RETRY%g")
-    assert int(properties["TIMER_OUT_MS"]) + 1_000 >= START_MS + 1_500, "earlier than asked for"
-
-
-def test_custom_delays_repeat_the_last(parts: Parts) -> None:
-    parts.groups.create("g", retry_policy=RetryPolicy(max_attempts=5, delays=[5, 30]))
-    levels = [back(parts, put(parts, reconsume=times)).stored_properties().get("DELAY") for times in range(5)]
-    assert levels == ["2", "4", "4", "4", "0"]
-
-
 def test_a_group_with_endless_attempts_never_dead_letters(parts: Parts) -> None:
     parts.groups.create("g", retry_policy=RetryPolicy(max_attempts=None))
     copy = back(parts, put(parts, reconsume=1_000_000))
