@@ -1,6 +1,6 @@
 """Bases of the asyncio classes. A method of the synchronous class becomes one of theirs in one of these ways:
 
-    called     a coroutine: runs on the store's thread, or in another way of the class
+    called     a coroutine: runs on the store's thread, by `LoopThread.call` or another method of that class
     paged      an asynchronous iterator: the store's thread reads it page by page
     made       an object, made on the store's thread: `await` it, or enter it by `async with`
     Value      a property
@@ -11,7 +11,6 @@ callback, is written out in its class.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 from collections import deque
@@ -25,7 +24,7 @@ from mqstore.options import Duration, seconds
 
 __all__ = [
     *("Closable", "Made", "Pages", "AsyncBase", "Value"),
-    *("apart", "called", "in_order", "limit", "made", "paged", "takes", "to_its_end"),
+    *("called", "limit", "made", "paged", "takes"),
 ]
 
 _PAGE = 64
@@ -57,7 +56,7 @@ class Closable(AsyncBase[S]):
 
     async def __aexit__(self, *error: Any) -> None:
         sync: Any = self.sync
-        await to_its_end(self, partial(sync.__exit__, *error))
+        await self._bridge.finish(partial(sync.__exit__, *error))
 
 
 class Made(Generic[T]):
@@ -129,36 +128,15 @@ class Value(Generic[T]):
         raise AttributeError(f"{self._name} can only be read")
 
 
-async def on_thread(self: AsyncBase[Any], work: Callable[[], T]) -> T:
-    """Run on the store's thread. If cancelled, it never starts, or runs to its end."""
-    return await self._bridge.call(work)
-
-
-async def to_its_end(self: AsyncBase[Any], work: Callable[[], T]) -> T:
-    """Run on the store's thread, to its end. A cancellation is raised after that."""
-    # After the store was closed nothing blocks, and no thread runs.
-    return work() if self._bridge.closed else await self._bridge.finish(work)
-
-
-async def in_order(self: AsyncBase[Any], work: Callable[[], T]) -> T:
-    """Store messages in the order of the calls. If cancelled, it never starts, or runs to its end."""
-    return await self._bridge.in_order(work)
-
-
-async def apart(self: AsyncBase[Any], work: Callable[[], T]) -> T:
-    """Run on a separate thread, and call back there. If cancelled, it runs to its end."""
-    self._bridge.check()
-    return await asyncio.to_thread(work)
-
-
 def called(
-    method: Callable[Concatenate[Any, P], T], way: Callable[[Any, Callable[[], T]], Coroutine[Any, Any, T]] = on_thread
+    method: Callable[Concatenate[Any, P], T],
+    way: Callable[[LoopThread, Callable[[], T]], Coroutine[Any, Any, T]] = LoopThread.call,
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """Return a coroutine function that calls the method by `way(twin, work)`."""
+    """Return a coroutine function that calls the method by `way(bridge, work)`."""
 
     @wraps(method)
     async def call(self: Any, /, *args: P.args, **options: P.kwargs) -> T:
-        return await way(self, _work(self, method, args, options))
+        return await way(self._bridge, _work(self, method, args, options))
 
     doc = (inspect.getdoc(method) or "").partition(">>>")[0].rstrip()
     call.__doc__ = f"{doc}\n\n{way.__doc__}"
@@ -176,11 +154,15 @@ def paged(method: Callable[Concatenate[Any, P], Iterator[T]]) -> Callable[Concat
 
 
 def made(method: Callable[Concatenate[Any, P], Any], twin: Callable[..., T]) -> Callable[Concatenate[Any, P], Made[T]]:
-    """Return a function that has the store's thread make a `twin`. If that is cancelled, its block has ended."""
+    """Return a function that has the store's thread make an object, and `twin(bridge, object)`.
+    If that is cancelled, its block has ended."""
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **options: P.kwargs) -> Made[T]:
-        return Made(partial(self._bridge.call, partial(twin, self._bridge, *args, **options), _leave))
+        def make() -> T:
+            return twin(self._bridge, getattr(self.sync, method.__name__)(*args, **options))
+
+        return Made(partial(self._bridge.call, make, _leave))
 
     return call
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from mqstore.aio.base import Closable, Value, called, limit, to_its_end
+from mqstore.aio.base import Closable, Value, called, limit
 from mqstore.aio.lease import Delivery
 from mqstore.aio.loop_thread import LoopThread
 from mqstore.client import simpleconsumer
@@ -78,11 +78,7 @@ class SimpleConsumer(_Consumer[simpleconsumer.SimpleConsumer]):
     subscribe = called(simpleconsumer.SimpleConsumer.subscribe)
     unsubscribe = called(simpleconsumer.SimpleConsumer.unsubscribe)
     pending = called(simpleconsumer.SimpleConsumer.pending)
-    close = called(simpleconsumer.SimpleConsumer.close, to_its_end)
-
-    def __init__(self, bridge: LoopThread, *args: Any, **options: Any) -> None:
-        """Make the consumer, on the store's thread. Arguments are those of `mqstore.Store.simple_consumer`."""
-        super().__init__(bridge, bridge.store.simple_consumer(*args, **options))
+    close = called(simpleconsumer.SimpleConsumer.close, LoopThread.finish)
 
     async def receive(
         self, max_messages: int = 1, *, wait: Duration = 20, visibility: Duration | None = None
@@ -133,11 +129,10 @@ class PullConsumer(_Consumer[pullconsumer.PullConsumer]):
     pause = called(pullconsumer.PullConsumer.pause)
     resume = called(pullconsumer.PullConsumer.resume)
     paused = called(pullconsumer.PullConsumer.paused)
-    close = called(pullconsumer.PullConsumer.close, to_its_end)
+    close = called(pullconsumer.PullConsumer.close, LoopThread.finish)
 
-    def __init__(self, bridge: LoopThread, *args: Any, **options: Any) -> None:
-        """Make the consumer, on the store's thread. Arguments are those of `mqstore.Store.pull_consumer`."""
-        super().__init__(bridge, bridge.store.pull_consumer(*args, **options))
+    def __init__(self, bridge: LoopThread, sync: pullconsumer.PullConsumer) -> None:
+        super().__init__(bridge, sync)
         self.sync.caller = bridge.caller
 
     async def poll(self, timeout: Duration | None = 5.0, max_messages: int | None = None) -> list[Message]:

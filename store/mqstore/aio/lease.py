@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 from mqstore import contract
-from mqstore.aio.base import AsyncBase, Value, called, paged, to_its_end
+from mqstore.aio.base import AsyncBase, Value, called, paged
+from mqstore.aio.loop_thread import LoopThread
 from mqstore.client import delivery
 from mqstore.client.codecs import T
 from mqstore.log.message import Message
@@ -33,17 +34,17 @@ class Lease(AsyncBase[L]):
     attempt = Value[int]()
     expires_at = Value[float]()
     settled = Value[bool]()
-    nack = called(delivery.Lease.nack, to_its_end)
-    extend = called(delivery.Lease.extend, to_its_end)
-    reject = called(delivery.Lease.reject, to_its_end)
-    release = called(delivery.Lease.release, to_its_end)
-    progress = called(delivery.Lease.progress, to_its_end)
+    nack = called(delivery.Lease.nack, LoopThread.finish)
+    extend = called(delivery.Lease.extend, LoopThread.finish)
+    reject = called(delivery.Lease.reject, LoopThread.finish)
+    release = called(delivery.Lease.release, LoopThread.finish)
+    progress = called(delivery.Lease.progress, LoopThread.finish)
 
     async def ack(self) -> None:
         """Acknowledge as the `ack` of the synchronous class. If cancelled, that is raised when it has ended."""
         self._bridge.check()
         if not self.sync._ack_at_once():
-            await to_its_end(self, self.sync.ack)
+            await self._bridge.finish(self.sync.ack)
         elif self._bridge.is_turn_over():
             await asyncio.sleep(0)
 
@@ -56,7 +57,7 @@ class Lease(AsyncBase[L]):
             return False
         leave = partial(self.sync.__exit__, kind, error, traceback)
         # A generator that is being closed cannot wait.
-        return leave() if isinstance(error, GeneratorExit) else await to_its_end(self, leave)
+        return leave() if isinstance(error, GeneratorExit) else await self._bridge.finish(leave)
 
 
 class Task(Lease[delivery.Task[T]], Generic[T]):

@@ -68,6 +68,7 @@ class _Call(Generic[T]):
     bridge: LoopThread
     work: Callable[[], T]
     undo: Callable[[Any], object] | None = None
+    """Called on the thread with the result of a call that was cancelled too late."""
     result: T | None = None
     """Result of the call. Only the thread uses it, and the next."""
     is_answered: bool = False
@@ -170,15 +171,21 @@ class LoopThread:
         return True
 
     async def call(self, work: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
-        """Return the result of `work()` on the thread.
-        If cancelled, it never starts, or runs to its end. Then `undo(result)` is called there."""
+        """Run on the store's thread. If cancelled, it never starts, or runs to its end."""
         return await _Call(self, work, undo).wait()
 
     async def finish(self, work: Callable[[], T]) -> T:
-        """Return the result of `work()`, as `call` does. A cancellation is raised after the end of `work`."""
+        """Run on the store's thread, to its end. A cancellation is raised after that."""
+        if self.closed:  # then nothing blocks, and no thread runs
+            return work()
         call = _Call(self, work)
         self.submit(call)
         return await uncancelled(call.future)
+
+    async def apart(self, work: Callable[[], T]) -> T:
+        """Run on a separate thread, and call back there. If cancelled, it runs to its end."""
+        self.check()
+        return await asyncio.to_thread(work)
 
     async def look(
         self,
@@ -281,7 +288,8 @@ class LoopThread:
         return receipt
 
     async def in_order(self, work: Callable[[], T]) -> T:
-        """Call `work` on the thread. Later puts wait for it."""
+        """Store messages in the order of the calls. If cancelled, it never starts, or runs to its end."""
+        # On the thread. Later puts wait for it there.
         self._on_thread += 1
         try:
             return await self.call(work)

@@ -4,17 +4,17 @@
                     and stored by the producer's writer, in the order of the calls
     rest            on the store's thread
 
-The limit on submitted messages that are not stored is kept here: callers beyond it wait on the loop, in line. The
-synchronous producer beneath has none, since it would block the loop.
+The limit on submitted messages that are not stored is kept here: callers beyond it wait on the loop, in line. It is
+taken from the synchronous producer, which would block the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import Any, Unpack
+from typing import Unpack
 
-from mqstore.aio.base import Closable, Value, apart, called, in_order, to_its_end
+from mqstore.aio.base import Closable, Value, called
 from mqstore.aio.loop_thread import LoopThread, owned, size_of
 from mqstore.client.send import producer, transaction
 from mqstore.client.send.preparing import Selector
@@ -22,7 +22,6 @@ from mqstore.contract import SendOptions
 from mqstore.errors import SendError, StoreIOError
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.writing.outgoing import Body
-from mqstore.options import check_whole, seconds
 
 
 class Transaction(Closable[transaction.Transaction]):
@@ -64,27 +63,18 @@ class Producer(Closable[producer.Producer]):
 
     group = Value[str]()
     closed = Value[bool]()
-    send_oneway = called(producer.Producer.send_oneway, in_order)
-    send_many = called(producer.Producer.send_many, in_order)
-    flush = called(producer.Producer.flush, apart)
+    send_oneway = called(producer.Producer.send_oneway, LoopThread.in_order)
+    send_many = called(producer.Producer.send_many, LoopThread.in_order)
+    flush = called(producer.Producer.flush, LoopThread.apart)
     run_once = called(producer.Producer.run_once)
-    close = called(producer.Producer.close, to_its_end)
+    close = called(producer.Producer.close, LoopThread.finish)
 
-    def __init__(
-        self,
-        bridge: LoopThread,
-        *args: Any,
-        max_inflight: int = 1024,
-        max_inflight_bytes: int = 100 << 20,
-        **options: Any,
-    ) -> None:
-        """Make the producer, on the store's thread. Options are those of `mqstore.Producer`."""
-        self._max = check_whole("max_inflight", max_inflight, 1)
-        self._max_bytes = check_whole("max_inflight_bytes", max_inflight_bytes, 1)
-        sync = bridge.store.producer(*args, max_inflight=1 << 40, max_inflight_bytes=1 << 60, **options)
+    def __init__(self, bridge: LoopThread, sync: producer.Producer) -> None:
         super().__init__(bridge, sync)
-        self._flushes = (options.get("durability") or bridge.store.broker.durability) == "flush"
-        self._lingers = bool(seconds(options.get("linger", 0), "linger"))
+        line = sync._submitter
+        self._max, self._max_bytes, self._lingers = line.max_loads, line.max_bytes, line.linger_ms > 0
+        line.max_loads = line.max_bytes = 1 << 60
+        self._flushes = (sync._preparer.durability or bridge.store.broker.durability) == "flush"
         self._held: dict[asyncio.Future[SendReceipt], int] = {}
         """Submitted messages that are not stored, oldest first, with their sizes."""
         self._held_bytes = 0

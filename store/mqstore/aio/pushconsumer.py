@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, overload
 
-from mqstore.aio.base import Closable, Value, apart, called
+from mqstore.aio.base import Closable, Value, called
 from mqstore.aio.loop_thread import LoopThread, uncancelled
 from mqstore.client.push import consumer as pushconsumer
 from mqstore.client.push import workers
@@ -172,11 +172,10 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
     seek = called(pushconsumer.PushConsumer.seek)
     stats = called(pushconsumer.PushConsumer.stats)
     # Not on the store's thread: it waits for handlers, which may wait for the store's thread.
-    run_once = called(pushconsumer.PushConsumer.run_once, apart)
+    run_once = called(pushconsumer.PushConsumer.run_once, LoopThread.apart)
 
-    def __init__(self, bridge: LoopThread, *args: Any, **options: Any) -> None:
-        """Make the consumer, on the store's thread. Arguments are those of `mqstore.Store.push_consumer`."""
-        super().__init__(bridge, bridge.store.push_consumer(*args, **options))
+    def __init__(self, bridge: LoopThread, sync: pushconsumer.PushConsumer) -> None:
+        super().__init__(bridge, sync)
         self._running: set[_Run] = set()
         self._cut: bool | None = None
         """True if a handler was cancelled because the time to stop was over, None before it is."""

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, Unpack
 from weakref import WeakKeyDictionary
 
 from mqstore import queue
-from mqstore.aio.base import Closable, Value, called, in_order, limit, paged, to_its_end
+from mqstore.aio.base import Closable, Value, called, limit, paged
 from mqstore.aio.lease import DeadLetters, Task
 from mqstore.aio.loop_thread import LoopThread
-from mqstore.client.codecs import BYTES, T
+from mqstore.client.codecs import T
 from mqstore.client.delivery import Task as SyncTask
 from mqstore.client.delivery import release
 from mqstore.client.itemoptions import BLOCKING, ItemOptions, send_options
@@ -63,18 +63,17 @@ class Queue(Closable[queue.Queue[T]], Generic[T]):
     full = called(queue.Queue.full)
     cancel = called(queue.Queue[T].cancel)
     find = called(queue.Queue[T].find)
-    put_many = called(queue.Queue[T].put_many, in_order)
-    shutdown = called(queue.Queue.shutdown, to_its_end)
+    put_many = called(queue.Queue[T].put_many, LoopThread.in_order)
+    shutdown = called(queue.Queue.shutdown, LoopThread.finish)
     items = paged(queue.Queue[T].items)
     peek = called(queue.Queue[T].peek)
     counts = called(queue.Queue.counts)
-    purge = called(queue.Queue.purge, to_its_end)
+    purge = called(queue.Queue.purge, LoopThread.finish)
 
-    def __init__(self, bridge: LoopThread, name: str, **options: Any) -> None:
-        """Make the queue, on the store's thread."""
-        super().__init__(bridge, bridge.store.queue(name, **options))
-        self._codec: Any = BYTES if options.get("codec") is None else options["codec"]
-        self._maxsize: int = options.get("maxsize", 0)
+    def __init__(self, bridge: LoopThread, sync: queue.Queue[T]) -> None:
+        super().__init__(bridge, sync)
+        self._codec = sync._codec
+        self._maxsize = sync._maxsize
         self._line = asyncio.Lock()
         """Line of the callers that wait for room."""
         self._last: WeakKeyDictionary[asyncio.Task[Any], Task[T]] = WeakKeyDictionary()

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from mqstore.aio.base import to_its_end
 from mqstore.aio.lease import Task
 from mqstore.client.push.handlers import check_has_run
 from mqstore.client.push.workers import at_signals
@@ -66,7 +65,7 @@ class LoopRun(QueueRun):
                 for each in (renewal, *loops):
                     each.cancel()
                 await asyncio.wait([renewal, *loops], timeout=_CANCEL_S)
-                await to_its_end(self._twin, self.release_rest)
+                await self._bridge.finish(self.release_rest)
         summary = self.summary()
         if cancelled is not None:
             raise cancelled

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import mqstore
 from mqstore import store as sync
-from mqstore.aio.base import Closable, Made, Pages, Value, apart, called, in_order, made, paged, takes
+from mqstore.aio.base import Closable, Made, Pages, Value, called, made, paged, takes
 from mqstore.aio.consumers import PullConsumer, SimpleConsumer
 from mqstore.aio.lease import DeadLetters
 from mqstore.aio.loop_thread import LoopThread, uncancelled
@@ -59,15 +59,7 @@ def open(path: str | PathLike[str], *args: Any, **options: Any) -> Made[Store]: 
     Use `async with mqstore.aio.open(path) as store`, or `await mqstore.aio.open(path)`, and then close it."""
 
     path = resolved(path)  # now: it is opened later, by another thread
-    if not options.pop("shared", False):
-        return _opened(path, partial(sync.Store, path, *args, **options))
-
-    def share() -> sync.Store:
-        from mqstore.remote.shared import open_shared
-
-        return open_shared(path, *args, **options)
-
-    return _opened(path, share)
+    return _opened(path, partial(mqstore.open, path, *args, **options))
 
 
 def connect(
@@ -79,13 +71,11 @@ def connect(
     tls: Tls = None,
 ) -> Made[Store]:
     """Connect as `mqstore.connect` does. Use it as `open`."""
-
-    def make() -> sync.Store:
-        from mqstore.remote.store import RemoteStore
-
-        return RemoteStore(address, timeout=timeout, access_key=access_key, secret_key=secret_key, tls=tls)
-
-    return _opened(fspath(address), make)
+    # Looked up later: it loads the client of servers.
+    return _opened(
+        fspath(address),
+        lambda: mqstore.connect(address, timeout=timeout, access_key=access_key, secret_key=secret_key, tls=tls),
+    )
 
 
 def _opened(name: str, make: Callable[[], sync.Store]) -> Made[Store]:
@@ -123,7 +113,7 @@ class Store(Closable[sync.Store]):
     create_topic = called(sync.Store.create_topic)
     topics = called(sync.Store.topics)
     queues = called(sync.Store.queues)
-    put_many = called(sync.Store.put_many, in_order)
+    put_many = called(sync.Store.put_many, LoopThread.in_order)
     recall = called(sync.Store.recall)
     read = called(sync.Store.read)
     to_arrow = called(sync.Store.to_arrow)
@@ -136,7 +126,7 @@ class Store(Closable[sync.Store]):
     lag = called(sync.Store.lag)
     stats = called(sync.Store.stats)
     verify = paged(sync.Store.verify)
-    snapshot = called(sync.Store.snapshot, apart)
+    snapshot = called(sync.Store.snapshot, LoopThread.apart)
     flush = called(sync.Store.flush)
     serve = called(sync.Store.serve)
 

@@ -169,7 +169,7 @@ class Preparer:
         """True if hooks are called for messages."""
         self._check_open = check_open
         self._retries = retries
-        self._durability = durability
+        self.durability = durability
         self.compress_over = compress_over
         self._selector = selector
 
@@ -210,8 +210,8 @@ class Preparer:
         """Add the producer's default options."""
         if options.get("unique_key") is None:
             options["unique_key"] = new_unique_key()
-        if self._durability is not None and options.get("durability") is None:
-            options["durability"] = self._durability
+        if self.durability is not None and options.get("durability") is None:
+            options["durability"] = self.durability
 
     def compressed(self, body: Body, options: SendOptions) -> Body:
         """Return the body to store, compressed if large, not compressed by the caller, and then smaller."""

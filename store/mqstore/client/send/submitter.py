@@ -60,9 +60,9 @@ class Submitter(Generic[Load]):
         self._name = name
         self._threaded = threaded
         self._alive = alive
-        self._max_loads = max_loads
-        self._max_bytes = max_bytes
-        self._linger_ms = linger_ms
+        self.max_loads = max_loads
+        self.max_bytes = max_bytes
+        self.linger_ms = linger_ms
         self._linger_bytes = linger_bytes
         self._turn = Lock()
         """Held while a batch is taken and written, so that batches do not overtake each other."""
@@ -110,12 +110,12 @@ class Submitter(Generic[Load]):
     def _has_room(self, size: int) -> bool:
         if self._held == 0:
             return True
-        return self._held < self._max_loads and self._held_bytes + size <= self._max_bytes
+        return self._held < self.max_loads and self._held_bytes + size <= self.max_bytes
 
     def _append(self, load: Load, size: int) -> None:
         if self._threaded and self._thread is None:  # first, so that nothing is taken if no thread can start
             self._thread = start_thread(self, self._bell, f"submit-{self._name}")
-        if not self._line and self._linger_ms:
+        if not self._line and self.linger_ms:
             self._oldest_ms = self._clock.monotonic_ms()
         # Calls come first: a signal handler may raise after one, and the load must be in completely or not at all.
         if not self._line or self._line_bytes < self._linger_bytes <= self._line_bytes + size:
@@ -140,11 +140,11 @@ class Submitter(Generic[Load]):
         """Return for how long the line may linger, or None if it is empty. The caller holds the lock."""
         if not self._line:
             return None
-        if not self._linger_ms or self._urgent or self._closed or self._line_bytes >= self._linger_bytes:
+        if not self.linger_ms or self._urgent or self._closed or self._line_bytes >= self._linger_bytes:
             return 0
-        if self._held >= self._max_loads:
+        if self._held >= self.max_loads:
             return 0
-        return max(0, self._oldest_ms + self._linger_ms - self._clock.monotonic_ms())
+        return max(0, self._oldest_ms + self.linger_ms - self._clock.monotonic_ms())
 
     def _write_due(self, *, everything: bool) -> bool:
         """Write the line as one batch if it is due. Return True if it was."""
