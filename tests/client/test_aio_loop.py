@@ -171,17 +171,19 @@ async def test_a_lock_that_another_thread_holds_does_not_hold_up_the_loop(
     assert task.settled is (what not in ("get", "extend"))
 
 
-@pytest.mark.parametrize("what", ["get", "put", "bounded put", *VERBS])
+@pytest.mark.parametrize("what", ["get", "put", "bounded put", "send", *VERBS])
 @in_store(durability="flush")
 async def test_a_sync_that_is_waited_for_does_not_hold_up_the_loop(store: aio.Store, what: str) -> None:
     queue, [task] = await leased(store, 1)
     bounded = await store.queue("bounded", maxsize=5)
+    producer = await store.producer()
     async with slow_flush(store) as begun:
         calls = {
             **VERBS,
             "get": lambda task: queue.get(),
             "put": lambda task: queue.put(b"x"),
             "bounded put": lambda task: bounded.put(b"x"),
+            "send": lambda task: producer.send("jobs", b"x"),
         }
         waiting = asyncio.ensure_future(calls[what](task))
         await begun()

@@ -27,31 +27,9 @@ def test_a_stop_iteration_of_the_engine_s_thread_is_an_error_like_others() -> No
     run(main())
 
 
-class Door:
-    """Somebody parks here; nobody is ever called."""
-
-    def __init__(self) -> None:
-        self.entered, self.open = threading.Event(), threading.Event()
-        self.cancelled = False
-
-    def park(self, again: Callable[[], object]) -> Callable[[], None]:
-        self.entered.set()
-        assert self.open.wait(20)
-        return self.cancel
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
 def test_failed_look_passes_its_turn() -> None:
-    class Turn:
-        cancelled = 0
-
-        def cancel(self) -> None:
-            self.cancelled += 1
-
     async def main() -> None:
-        bridge, turn, looks = LoopThread("test"), Turn(), iter([None, mqstore.QueueShutDown("shut")])
+        bridge, passed, looks = LoopThread("test"), list[int](), iter([None, mqstore.QueueShutDown("shut")])
 
         def look() -> object:
             if (error := next(looks)) is not None:
@@ -60,11 +38,11 @@ def test_failed_look_passes_its_turn() -> None:
 
         def park(again: Callable[[], object]) -> Callable[[], None]:
             again()
-            return turn.cancel
+            return lambda: passed.append(1)
 
         with pytest.raises(mqstore.QueueShutDown):
             await bridge.look(look, park, timeout_s=None)
-        assert turn.cancelled == 1
+        assert passed == [1]
         bridge.close()
 
     run(main())
@@ -72,14 +50,20 @@ def test_failed_look_passes_its_turn() -> None:
 
 def test_cancelled_waiter_does_not_park() -> None:
     async def main() -> None:
-        bridge, door = LoopThread("test"), Door()
-        task = asyncio.create_task(bridge.look(lambda: None, door.park, timeout_s=None))
-        await asyncio.get_running_loop().run_in_executor(None, door.entered.wait)
+        bridge, entered, go_on, cancelled = LoopThread("test"), threading.Event(), threading.Event(), list[int]()
+
+        def park(again: Callable[[], object]) -> Callable[[], None]:
+            entered.set()
+            assert go_on.wait(20)
+            return lambda: cancelled.append(1)
+
+        task = asyncio.create_task(bridge.look(lambda: None, park, timeout_s=None))
+        await asyncio.to_thread(entered.wait)
         task.cancel()
         await asyncio.wait([task])
-        door.open.set()
+        go_on.set()
         await bridge.call(lambda: None)
-        assert door.cancelled
+        assert cancelled
         bridge.close()
 
     run(main())
