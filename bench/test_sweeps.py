@@ -20,9 +20,12 @@ from mqstore_tools.export import export
 
 
 def fill_in_turn(path: Path, load: Load, queues: int, segment_bytes: int | None = None) -> int:
-    """Put messages to the queues in turn, four for each topic. Returns the end of the log."""
+    """Put messages to the queues in turn, four for each topic. Returns the end of the log.
+
+    There are no more queues than messages, or a share of the messages would make thousands of empty ones.
+    """
     with mqstore.open(path, config=mqstore.StoreConfig(segment_bytes=segment_bytes)) as store:
-        topics = [f"{load.topic}{i}" for i in range(queues // 4)]
+        topics = [f"{load.topic}{i}" for i in range(max(4, min(queues, load.messages)) // 4)]
         for topic in topics:
             store.create_topic(topic, queues=4)
         for i, body in enumerate(load.bodies()):
@@ -107,7 +110,8 @@ def test_inspect(ask: Ask) -> None:
 @contextmanager
 def first_read(directory: Path, load: Load, *, segments: int) -> Iterator[Work]:
     segment_bytes = 2 * load.record_bytes + 10
-    fill_in_turn(directory / "store", Load(load.body_bytes, 2 * segments, load.topic), 4, segment_bytes)
+    messages = 2 * min(segments, load.messages)
+    fill_in_turn(directory / "store", Load(load.body_bytes, messages, load.topic), 4, segment_bytes)
     with mqstore.open(directory / "store") as store:
         store.put("last", b"")
     with mqstore.open(directory / "store", "r") as store:
@@ -120,4 +124,4 @@ def test_read_after_open(ask: Ask) -> None:
     """The time of the first read after opening, with 3,000 segments."""
     few = Side("30 segments", partial(first_read, segments=30))
     ours = Side("mqstore first read", partial(first_read, segments=3000))
-    ask(ours, Load(1024, 1), {few: 1.5}, by="time", unit="calls")
+    ask(ours, Load(1024, 3000), {few: 1.5}, by="time", unit="calls")
