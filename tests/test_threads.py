@@ -57,7 +57,8 @@ def let_expire(store: mqstore.Store) -> None:
 @pytest.mark.parametrize(
     ("work", "small", "thread", "number"),
     [
-        pytest.param(put_many, "log.writing.dispatcher._BATCH", "dispatcher", COUNT, id="dispatch"),
+        # Any thread: the housekeeper dispatches, too, if it needs what is not yet visible.
+        pytest.param(put_many, "log.writing.dispatcher._BATCH", "", COUNT, id="dispatch"),
         pytest.param(delay, "", "housekeeper", COUNT, id="timer_places"),
         pytest.param(delay_for_now, "", "housekeeper", 2 * COUNT, id="timer_delivers"),
         pytest.param(delay_by_level, "broker.delay.levels._BATCH_UNITS", "housekeeper", COUNT, id="level_delivers"),
@@ -77,5 +78,5 @@ def test_background_work_pauses_for_other_threads(
         monkeypatch.setattr(f"mqstore.{small}", 1)
     with mqstore.open(tmp_path / "store") as store:
         work(store)
-        until(lambda: pauses.count(f"mqstore-{thread}") >= number)
+        until(lambda: sum(name.startswith(f"mqstore-{thread}") for name in pauses) >= number)
     assert threading.current_thread().name not in pauses
