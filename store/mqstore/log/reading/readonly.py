@@ -46,10 +46,13 @@ class ReadOnlyMessageStore(IteratingReader):
         profile: Profile | None = None,
         config: StoreConfig | None = None,
         fs: FileSystem = REAL,
+        exact: bool = False,
     ) -> None:
-        """Open the store. With `profile`, refuse a store of another profile.
+        """Open the store. With `profile`, refuse a store of another profile. With `exact`, read the whole last file of
+        each queue also after a clean close.
         Raises NotAStoreError, ConfigError, CorruptStoreError and UnsupportedStoreError."""
         super().__init__(path, config, fs)
+        self._exact = exact
         self._surplus: list[Piece] = []
         resolve = partial(manifests.resolve, writer=False, create=False, derive=True, config=self.config, fs=fs)
         self.manifest = resolve(self.path, profile=profile, clock=self.clock)
@@ -78,7 +81,7 @@ class ReadOnlyMessageStore(IteratingReader):
             finding = finding_of(problem, self.log_files.segment_bytes)
             self.records.log_lost(finding, "Its messages are skipped")
         load_deleted(self.parts, writer=False)
-        self.queue_table.load(exact=not self.clean_shutdown, then=self._bound)
+        self.queue_table.load(exact=self._exact or not self.clean_shutdown, then=self._bound)
         lost = self.clean_shutdown and self.parts.has_lost_queues()
         if lost or (self.parts.has_no_queues() and not writer_alive(self.path, self.fs)):
             _log.warning(
@@ -133,7 +136,8 @@ class ReadOnlyMessageStore(IteratingReader):
         run, now_ms = self.log_files, self.clock.now_ms()
         surplus = settle_surplus(run, self._surplus, self.path, now_ms, self.fs, writing=False)
         self.parts.load_problems = [p for p in self.parts.load_problems if not p.is_surplus(run.segment_bytes)]
-        self.queue_table.load(exact=True)
+        if not (self._exact and self.clean_shutdown):  # otherwise this has been done, and no queue was shortened
+            self.queue_table.load(exact=True)
         self.log_files.extend_in_memory()
         self.recovery = recover(self.parts, options, progress).report
         report_renamed(self.recovery, places, surplus)

@@ -52,7 +52,7 @@ def recover_store(
     root = Path(resolved(path))
     if options.dry_run:
         refuse_beside_writer(root, fs)  # a record being written cannot be checked
-        with ReadOnlyMessageStore(root, config=config, fs=fs) as store:
+        with ReadOnlyMessageStore(root, config=config, fs=fs, exact=True) as store:
             manifests.stored(root, store.config, fs)  # raises if it was derived, since a recovery refuses that
             report = store.plan_recovery(options, progress)
             return _completed(report, store, json_checks, record_check)
