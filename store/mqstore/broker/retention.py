@@ -170,8 +170,13 @@ class RetentionService(BackgroundService):
         if done:
             return True
         if self._rolled:
-            moved = f"{self._parts.store.path}: {self._rolled} waiting messages were relocated to the end of the log"
-            _log.info("%s, so that segments before %d can be deleted", moved, before)
+            _log.info(
+                "%s: %d waiting messages were relocated to the end of the log, so that segments before %d can be "
+                "deleted",
+                self._parts.store.path,
+                self._rolled,
+                before,
+            )
         self._roll_before, self._rolled = None, 0
         return False
 

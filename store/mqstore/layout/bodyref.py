@@ -1,4 +1,7 @@
-"""Reference to the body of an earlier record, stored in place of a body. format#flags has its bytes.
+"""Reference to the body of an earlier record, stored in place of a body (format#flags).
+
+    sysFlag    BODY_ELSEWHERE: compressed, by a type that no producer has
+    body       physicalOffset i64 | totalSize i32 | checksum u32      of the earlier record
 
 Only for the checksum `crc32c-record`. It covers the whole record, so no other record has the same position, size and
 checksum.

@@ -1,8 +1,27 @@
-"""The checkpoint page: how much of the store was durable when it was last written. format#checkpoint has its bytes.
+"""The checkpoint page: how much of the store was durable when it was last written (format#checkpoint).
 
-A CRC covers the first five fields, too. Once a Java broker has changed one of them, the extension no longer counts,
-since the broker may have cut the log below the watermarks. `queues` and `logStart` have a CRC each. With another value
-the field does not exist.
+    offset size type  field
+         0    8 i64   physicMsgTimestamp    store time (ms) of the last message of a thorough commitlog flush
+         8    8 i64   logicsMsgTimestamp    the same for the consume queues
+        16    8 i64   indexMsgTimestamp     end time of the last full index file
+        24    8 i64   masterFlushedOffset   replication; 0
+        32    8 i64   confirmPhyOffset      start of the last valid record
+        40   24       zero
+        64    4 i32   extension magic 0x4D515331 "MQS1"            from here on ours; a Java broker never changes it
+        68    4 i32   extension version 1
+        72    8 i64   flushed       every commitlog byte below this physical offset was synced
+        80    8 i64   dispatched    units and index entries of every record below it were synced
+        88    8 i64   cleanEnd      end of the log at a clean close, -1 while a writer has the store open
+        96    4 i32   CRC-32C of bytes [0, 40) and [64, 96)
+       100    8 u64   queues        at a clean close: `QueueTable.digest`
+       108    4 i32   CRC-32C of bytes [64, 108); with another value the field does not exist
+       112    8 i64   logStart      where the log begins: retention moves it before it deletes segments
+       120    4 i32   CRC-32C of bytes [64, 100) and [112, 120); with another value the field does not exist
+       124    4       zero
+       128            the file is a page of 4096 bytes; the rest stays zero
+
+The CRC covers the first five fields, too. Once a Java broker has changed one of them, the extension no longer counts,
+since the broker may have cut the log below the watermarks.
 """
 
 from __future__ import annotations

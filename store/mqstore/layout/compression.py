@@ -1,4 +1,6 @@
-"""Inflation of bodies that producers compressed. format#flags has the bits of each type.
+"""Inflation of bodies that producers compressed (format#flags). sysFlag bit 0: compressed. Bits 8-10: the type.
+
+    bits 8-10   0x000 zlib (old writers)   0x100 LZ4 frames   0x200 Zstandard frames   0x300 zlib
 
 The store keeps bodies as they are sent. The packages `lz4` and `zstandard` are imported when a body needs them. The
 output is bounded, so a small record cannot exhaust a reader's memory.

@@ -1,4 +1,14 @@
-"""The consume-queue unit, a queue's entry for one message (format#unit). A void unit fills a slot (format#void)."""
+"""The consume-queue unit, a queue's entry for one message (format#unit).
+
+    offset size type  field
+         0    8 i64   physicalOffset   start of the record in the commitlog
+         8    4 i32   size             totalSize of the record, not of its body
+        12    8 i64   tagsCode         Java hash of TAGS; in SCHEDULE_TOPIC_XXXX the time of delivery in ms
+        20
+
+No header, no checksum: unit k of a queue is at byte 20 k of its stream. Unwritten space is zero, so size 0 ends the
+data. The unit (0, 0x7FFFFFFF, 0) is void: its slot is used, but it is not a message (format#void).
+"""
 
 from __future__ import annotations
 

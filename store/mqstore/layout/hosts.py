@@ -1,6 +1,10 @@
-"""Host addresses in records. format#hosts has their bytes. The port has four, not the two of the network.
+"""Host addresses in records (format#hosts).
 
-Names are never resolved.
+    IPv4   address  4 bytes | port i32      8 bytes
+    IPv6   address 16 bytes | port i32     20 bytes
+
+The port is a full i32, not the two bytes of the network. A record's sysFlag selects the form. Names are never
+resolved.
 """
 
 from __future__ import annotations

@@ -1,7 +1,22 @@
-"""The index file: a hash table on disk from `topic#key` to physical offsets. format#index has its bytes.
+"""The index file: a hash table on disk from `topic#key` to physical offsets (format#index).
 
-Entry e of a file with n slots is at 40 + 4 n + 20 e. The first entry is 1, and 0 in a fresh header means 1. A file does
-not contain its number of slots: the manifest has it, or it is guessed from the length.
+    0            40                40 + 4 slots              40 + 4 slots + 20 entries
+    | header 40  | slots x i32     | entries x 20            |
+
+    header  0  8 i64 beginTimestamp   store time of the first entry, ms
+            8  8 i64 endTimestamp     store time of the last entry, ms
+           16  8 i64 beginPhyOffset   physical offset of the first entry
+           24  8 i64 endPhyOffset     physical offset of the last entry
+           32  4 i32 hashSlotCount    slots in use
+           36  4 i32 indexCount       number of the next entry; the first is 1, and 0 in a fresh file means 1
+    slot    0  4 i32 newest entry of the chain, 0 = empty
+    entry   0  4 i32 keyHash          not negative (format#key-hash); its slot is keyHash % slots
+            4  8 i64 physicalOffset
+           12  4 i32 timeDiff         whole seconds after beginTimestamp, 0..2147483647
+           16  4 i32 prevEntry        the next older entry of the chain, 0 = end
+
+Entry e is at 40 + 4 slots + 20 e. A file does not contain its number of slots: the manifest has it, or it is guessed
+from the length.
 """
 
 from __future__ import annotations

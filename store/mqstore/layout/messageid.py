@@ -1,5 +1,7 @@
 """The offset message id: the address of one stored copy of a message, as text (format#ids).
 
+    storeHost (address 4 or 16 bytes, port i32) | physicalOffset i64        as upper-case hex: 32 or 56 characters
+
 The *unique key* (property UNIQ_KEY) may look the same but is something else. It is opaque to the store.
 """
 

@@ -1,5 +1,12 @@
-"""Message properties: names (format#property-names), bytes (format#properties), and the CRC tail that may close them
-(format#crc-tail). The names are RocketMQ's (`MessageConst`)."""
+"""Message properties: names (format#property-names), bytes, and the CRC tail that may close them.
+
+    name 0x01 value 0x02   name 0x01 value 0x02   ...          UTF-8, no escaping, at most 32767 bytes together
+
+    CRC tail, the last 20 bytes of a record that has one:
+    5F 5F 43 52 43 33 32 23 "__CRC32#" | 01 | ten ASCII digits, LEAST significant first | 02
+
+The names are RocketMQ's (`MessageConst`).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,30 @@
-"""The commitlog record: decoding and checking. format#record has its bytes, format#checksum both checksums.
+"""The commitlog record: decoding and checking (format#record). `encode` builds many at once, `scan` reads many.
 
-`encode` builds many at once, `scan` reads many. The manifest has the store's checksum. A record contains neither its
-checksum's kind nor its segment.
+    #  field                      size  offset (IPv4/IPv4)
+    1  totalSize                  i32     0   length of the whole record
+    2  magic                      i32     4   V1 DAA320A7, V2 DAA320AB
+    3  checksum                   i32     8   by profile: crc32-body, crc32c-record (below)
+    4  queueId                    i32    12
+    5  flag                       i32    16   the user's, opaque
+    6  queueOffset                i64    20
+    7  physicalOffset             i64    28   position of byte 0 of this record in the log
+    8  sysFlag                    i32    36
+    9  bornTimestamp              i64    40   ms
+    10 bornHost                   B      48   8 bytes, or 20 with sysFlag bit 4
+    11 storeTimestamp             i64    56   ms; 48 + B
+    12 storeHost                  S      64   8 bytes, or 20 with sysFlag bit 5
+    13 reconsumeTimes             i32    72   from here on + (B - 8) + (S - 8)
+    14 preparedTransactionOffset  i64    76
+    15 bodyLength                 i32    84   then the body, n bytes, as stored (maybe compressed)
+    16 topicLength                i8 (V1) or i16 (V2), then the topic, t bytes of UTF-8
+    17 propertiesLength           i16         then the properties, p bytes (`properties`)
+
+    BLANK, the unused end of a segment:
+    totalSize i32 = bytes to the segment's end | magic i32 CBD43194 | anything
+
+Checksum `crc32-body` (profile rocketmq): crc32(body) with the sign bit cleared, 0 for an empty body.
+Checksum `crc32c-record` (profile mqstore): crc32c over all totalSize bytes, with bytes 8..11 taken as zero.
+The manifest has the store's checksum. A record contains neither its checksum's kind nor its segment.
 """
 
 from __future__ import annotations

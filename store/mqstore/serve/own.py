@@ -17,7 +17,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
-from mqstore.broker.items.changes import _receipt
+from mqstore.broker.items.changes import receipt_of
 from mqstore.broker.opening import CONFIG_CHECKS, findings
 from mqstore.contract import NOT_ASKED, DeadLetters, Event, NobodyAsked
 from mqstore.errors import ConfigError
@@ -299,7 +299,7 @@ class Own:
     def _put_again(self, given: Given) -> SendReceipt:
         """Put a message whose answer was lost, unless it is stored."""
         for message in self.broker.find(given["topic"], unique_key=given["unique_key"], limit=1):
-            return _receipt(message)
+            return receipt_of(message)
         return self.broker.put(**given)
 
     def _pop(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:

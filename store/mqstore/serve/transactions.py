@@ -120,12 +120,32 @@ def _record(message: Message) -> bytes:
     born, stored = encode_host(message.born_host), encode_host(message.store_host)
     head = header_struct(len(born), len(stored))
     size = head.size + len(body) + 1 + len(topic) + 2 + len(pairs)
-    header = head.pack(
-        *(size, MAGIC_V1, zlib.crc32(body) & 0x7FFF_FFFF, queue_id, message.flag, message.offset),
-        *(message.physical_offset, message.sys_flag & ~TRANSACTION_MASK, message.born_timestamp_ms, born),
-        *(message.store_timestamp_ms, stored, message.reconsume_times, 0, len(body)),
+    return b"".join(
+        (
+            head.pack(
+                size,
+                MAGIC_V1,
+                zlib.crc32(body) & 0x7FFF_FFFF,
+                queue_id,
+                message.flag,
+                message.offset,
+                message.physical_offset,
+                message.sys_flag & ~TRANSACTION_MASK,
+                message.born_timestamp_ms,
+                born,
+                message.store_timestamp_ms,
+                stored,
+                message.reconsume_times,
+                0,
+                len(body),
+            ),
+            body,
+            bytes((len(topic),)),
+            topic,
+            len(pairs).to_bytes(2, "big"),
+            pairs,
+        )
     )
-    return b"".join((header, body, bytes((len(topic),)), topic, len(pairs).to_bytes(2, "big"), pairs))
 
 
 HANDLERS: Mapping[Code, Handler] = {Code.END_TRANSACTION: _end}

@@ -100,7 +100,7 @@ class WritableItems(Items):
             if found is None:
                 receipt = self._parts.router.put(topic, body, queue_id=queue_id, **options)
             else:
-                receipt = _receipt(found)
+                receipt = receipt_of(found)
         self._flush_if(given)  # also for the first one, whose put may still wait for the disk
         return receipt
 
@@ -119,7 +119,7 @@ class WritableItems(Items):
             # Where it waits comes first: it is put to its queue before it stops to wait.
             for message in self._parts.store.find(TIMER_TOPIC, unique_key=unique_key):
                 if message._stored_property(REAL_TOPIC) in names and self._timers.waits(message):
-                    if not self._timers.recall(_receipt(message).recall_handle or ""):
+                    if not self._timers.recall(receipt_of(message).recall_handle or ""):
                         return False
                     done = True
             for key in self._keys(group, topic):
@@ -283,7 +283,7 @@ class KeptNames(BackgroundService):
                         yield Pin(physical, topic, queue_id, "", "names of items that are unique for a time")
 
 
-def _receipt(message: Message) -> SendReceipt:
+def receipt_of(message: Message) -> SendReceipt:
     """Return the receipt of the put that has stored this record."""
     properties = message.stored_properties()
     host = encode_host(message.store_host)

@@ -4,6 +4,18 @@
     ack, change_invisible, nack, release, dead_letter ---- receipt says which queue, which of the two --^
     run_once: queues whose deliveries became visible; the log's replay position; consumerOrderInfo.json
 
+    module      knows
+    request     a pop's arguments, and deliveries as values
+    receipts    receipts as text
+    routes      which queues a group pops a topic from
+    batch       messages popped together, and their times, by a clock that may be set back
+    state       deliveries in flight in one queue, in memory
+    log         form of the records
+    journal     entries of receivers in this process, before the log has them
+    tables      all states, locks, agenda of due queues, measurements
+    unordered   redelivery by copies              ordered      redelivery by reading again
+    replay      start-up                          compaction   a short log, consumerOrderInfo.json
+
 Only `wait_for` and a pop with `poll_s` block. Each (group, topic, queue) has one lock. The tables' own locks are taken
 after it, then the store's. No callback is called under a lock. A call appends its records with durability "append". If
 it must wait for the disk, it first releases its locks, so that the wait does not block other calls.

@@ -6,9 +6,16 @@
      "create": {TOPIC: queues},                                topics that the next broker must create
      "intent": {"app", "version", "start", "stamp_ms"}}        only present during a bulk append
 
-`start` is the end of the log before the bulk append, and `stamp_ms` the store time of its records. One rename records
-the version and clears the intent (`splice` has all states). An intent that may be outdated (`doubt`) is only reported
-and cleared (spark#splice-undo). Then half a transaction may stay, but no stored message is lost.
+`start` is the end of the log before the bulk append. Each of its records has the store time `stamp_ms`, which
+distinguishes them from other records.
+
+    state on disk        meaning                                 opening the store for writing
+    no intent            all records in the log count            continues
+    intent               bytes at and beyond `start` are half    cuts the log back to `start`, then clears the intent
+                         a transaction, not yet in any queue
+
+One rename records a version and clears its intent, so no third state exists. An intent that may be outdated (`doubt`)
+is only reported and cleared (spark#splice-undo). Then half a transaction may stay, but no stored message is lost.
 
 Beyond 10,000 applications, those unused for 30 days are removed. Beyond 100,000, the oldest are. A streaming query uses
 its entry with every batch, so this removes batch jobs that will hardly run again.

@@ -1,4 +1,4 @@
-"""Recovery of a possibly damaged store that is opened for writing (format#opening, docs/recovery.md#torn-or-damaged).
+"""Recovery of a possibly damaged store that is opened for writing (format#damage, format#opening).
 
 Only the commitlog is trusted. Recovery finds the end of the log, distinguishes a torn tail from damage, and makes the
 consume queues and the index agree with the log:
@@ -6,6 +6,13 @@ consume queues and the index agree with the log:
     F  watermark: all bytes below it were synced
     S  start of reading                     E  end of the log
     ----------- S ===== scanned ===== E        everything in [S, E) gets its unit; beyond E there will be zeros
+
+    bad bytes at p
+    no whole record after them                   E = p                    torn_tail (lost_tail when p < F: goes to cut/)
+    whole records after, p is a torn tail        E = p, they go to cut/   torn_tail
+    whole records after, p is damage             skipped                  bad_record
+
+The watermark decides when p is a torn tail. For `mqstore recover` it never is, except with `--prefix`.
 
 Every step may be repeated. The `abort` mark stays until the end, so after a kill the next opening does the same again.
 Two facts would be lost with the process, so `_begin` saves them in the checkpoint before the first change. These are F
