@@ -25,7 +25,7 @@ enum {
 };
 
 /* Members of a `Route` (routes.py): `single` and `settled`. */
-enum { SINGLE, SETTLED };
+enum { SINGLE, SETTLED, AT_ONCE };
 
 /* In a receipt: the revive queue, the mark and the broker's name. */
 #define NO_ORDER " 0 0 mqstore "
@@ -623,16 +623,14 @@ static PyObject *method_settle(PopFields *self, PyObject *const *args, Py_ssize_
     return PyLong_FromLong(done);
 }
 
-/* Return the member at `index` of the route of a group and topic. A new reference; NULL, perhaps with an exception, if there is no
-   route, or the member is None. */
-static PyObject *of_route(const PopFields *self, PyObject *group, PyObject *topic, Py_ssize_t index)
+/* Return the route of a group and topic. A new reference; NULL, perhaps with an exception, if there is none. */
+static PyObject *route_of(const PopFields *self, PyObject *group, PyObject *topic)
 {
     PyObject *key = PyTuple_Pack(2, group, topic), *route = NULL;
     if (key && self->routes && PyDict_CheckExact(self->routes))
         route = PyDict_GetItemWithError(self->routes, key);
     Py_XDECREF(key);
-    PyObject *found = route && PyTuple_Check(route) && PyTuple_GET_SIZE(route) > index ? PyTuple_GET_ITEM(route, index) : Py_None;
-    return found == Py_None ? NULL : Py_NewRef(found);
+    return route && PyTuple_Check(route) && PyTuple_GET_SIZE(route) > AT_ONCE ? Py_NewRef(route) : NULL;
 }
 
 /* pop_at_once(group, topic, n, invisible_ms, order) -> deliveries: `PopService.pop_at_once`, without a call of Python for the
@@ -642,18 +640,18 @@ static PyObject *method_pop_at_once(PopFields *self, PyObject *const *args, Py_s
     if (!has_arguments("pop_at_once", nargs, 5))
         return NULL;
     long long invisible_ms;
-    PyObject *found = NULL, *state = of_route(self, args[0], args[1], SINGLE);
-    if (state && self->parked && PyAnySet_Check(self->parked) && !PySet_GET_SIZE(self->parked) &&
-        number_of(args[3], &invisible_ms) && invisible_ms >= MIN_INVISIBLE_MS && invisible_ms <= MAX_INVISIBLE_MS) {
+    PyObject *found = Py_None, *route = route_of(self, args[0], args[1]);
+    if (!route && PyErr_Occurred())
+        return NULL;
+    if (route && self->slow && PyTuple_GET_ITEM(route, AT_ONCE) == Py_True) {
+        PyObject *state = PyTuple_GET_ITEM(route, SINGLE);
+        bool plain = state != Py_None && self->parked && PyAnySet_Check(self->parked) && !PySet_GET_SIZE(self->parked) &&
+                     number_of(args[3], &invisible_ms) && invisible_ms >= MIN_INVISIBLE_MS && invisible_ms <= MAX_INVISIBLE_MS;
         PyObject *items[] = {state, args[2], args[3], args[1], Py_True, args[4]};
-        found = method_deliver(self, items, 6);
-    } else if (!PyErr_Occurred()) {
-        found = self->slow ? PyObject_Vectorcall(self->slow, args, 5, NULL) : Py_NewRef(Py_None);
+        found = plain ? method_deliver(self, items, 6) : PyObject_Vectorcall(self->slow, args, 5, NULL);
     }
-    Py_XDECREF(state);
-    if (found == Py_None)
-        Py_SETREF(found, PyList_New(0));
-    return found;
+    Py_XDECREF(route);
+    return found == Py_None ? PyList_New(0) : found;
 }
 
 /* ack_at_once(group, topic, receipts) -> the number settled, like `PopService.ack_at_once`. */
@@ -661,11 +659,14 @@ static PyObject *method_ack_at_once(PopFields *self, PyObject *const *args, Py_s
 {
     if (!has_arguments("ack_at_once", nargs, 3))
         return NULL;
-    PyObject *states = of_route(self, args[0], args[1], SETTLED);
-    if (!states)
-        return PyErr_Occurred() ? NULL : PyLong_FromLong(0);
-    PyObject *items[] = {states, args[2]}, *done = method_settle(self, items, 2);
-    Py_DECREF(states);
+    PyObject *route = route_of(self, args[0], args[1]), *states = route ? PyTuple_GET_ITEM(route, SETTLED) : Py_None, *done = NULL;
+    if (states != Py_None) {
+        PyObject *items[] = {states, args[2]};
+        done = method_settle(self, items, 2);
+    } else if (!PyErr_Occurred()) {
+        done = PyLong_FromLong(0);
+    }
+    Py_XDECREF(route);
     return done;
 }
 

@@ -299,8 +299,16 @@ def test_unknown_version_is_refused(bad: Any) -> None:
 
 @pytest.mark.parametrize("value", [{"table": []}, {"table": {"t@g": []}}, {"table": {"t@g": {"x": {}}}}])
 def test_a_table_of_another_shape_is_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match="order info"):
+    with pytest.raises(ValueError, match="order info") as refused:
         check_order_info(value)
+    assert max(map(str(refused.value).count, ("table", "t@g"))) == 1, "the place is said once"
+
+
+@pytest.mark.parametrize("queues", [[], {"x": {}}, {"0": 7}], ids=json.dumps)
+def test_message_about_a_long_name_is_short(queues: Any) -> None:
+    with pytest.raises(ValueError, match="order info") as refused:
+        check_order_info({"table": {"t" * 3_000 + "@g": queues}})
+    assert len(str(refused.value)) < 600
 
 
 _ANY_LEAF = st.none() | st.booleans() | st.integers() | st.text(max_size=5)

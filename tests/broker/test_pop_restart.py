@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import mqstore
+from mqstore.broker.admin.inspect import looked_pops
 from mqstore.errors import InvalidReceiptError, ReceiptExpiredError
 from tests.broker.popsupport import DLQ, POP_LOG_TOPIC, RETRY, PopBench, offsets, queue, tags
 from tests.log.support import flip
@@ -490,6 +491,52 @@ def test_records_that_make_no_sense_are_passed_over(pops: PopBench) -> None:
     assert offsets(pops.pop(n=5)) == []
     pops.put("t", 1)
     assert offsets(pops.pop(n=5)) == [3]
+
+
+@pytest.mark.parametrize("change", [{"it": 1 << 70}, {"pt": 1 << 70}, {"o": -(1 << 70)}, {"it": 1.5}], ids=str)
+def test_damaged_change_does_not_hold_up_the_log(pops: PopBench, change: dict[str, Any]) -> None:
+    """The batch was appended again by each run, and the position never moved."""
+    pops.put("t", 1)
+    pops.pop(local=False)
+    value = {"k": 0, "o": 0, "pt": pops.now_ms, "it": 60_000} | change
+    pops.parts.store.append(POP_LOG_TOPIC, 0, json.dumps(value).encode(), properties={"TAGS": "chg"})
+    pops.crash()
+    pops.put("t", 12, first=1, body_bytes=30_000)  # two to a segment
+    pops.advance(5_000)
+    [pin] = pops.service.pins()
+    assert pin.physical_offset > pops.parts.store.max_offset - (4 << 16)
+    end = pops.parts.store.offsets(POP_LOG_TOPIC, 0)[1]
+    pops.advance(5_000)
+    assert pops.parts.store.offsets(POP_LOG_TOPIC, 0)[1] == end
+
+
+def test_view_of_an_open_store_hides_no_commit_from_the_saving(pops: PopBench) -> None:
+    """Compiled settlements count their commits. The counter of a view once took the place of theirs."""
+    pops.put("t", 3)
+    for _ in range(2):
+        pops.ack(*pops.pop(local=False))
+    pops.parts.offsets.save()
+    pops.ack(*pops.pop(local=False))
+    looked_pops(pops.parts)
+    pops.parts.offsets.save()
+    file = json.loads((pops.path / "config" / "consumerOffset.json").read_text())
+    assert file["offsetTable"]["t@g"] == {"0": 3}
+
+
+@pytest.mark.parametrize("order", [False, True])
+def test_batch_put_again_names_no_receiver_of_an_earlier_delivery(pops: PopBench, order: bool) -> None:
+    pops.put("t", 1)
+    [old] = pops.pop(order=order, local=False)
+    pops.state.note_holder(0, "client-1")
+    pops.service.release("g", "t", [old.receipt])
+    [again] = pops.pop(order=order, local=True)
+    pops.service.nack("g", "t", again.receipt, delay_ms=600_000)
+    first = pops.parts.store.offsets(POP_LOG_TOPIC, 0)[1]
+    pops.put("t", 12, first=1, body_bytes=30_000)  # two to a segment
+    pops.advance(5_000)
+    anew = [message.text() for message in pops.read(POP_LOG_TOPIC) if message.offset >= first]
+    assert anew
+    assert not [text for text in anew if "client-1" in text]
 
 
 def test_flushed_calls_are_on_disk_when_they_return(pops: PopBench) -> None:

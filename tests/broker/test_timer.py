@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from mqstore.broker.delay.timerfiles import TimerFilesDamaged
 from mqstore.errors import InvalidMessageError, StoreFullError, StoreIOError
 from tests.broker.support import START_MS
 from tests.broker.timersupport import DAY, HOUR, MIN, TIMER_TOPIC, S, Timers, count_looks, recall_handle, small_steps
@@ -45,6 +46,22 @@ def test_a_message_comes_at_its_moment(timers: Timers, phase_ms: int, reopened: 
     assert timers.delivered() == [(str(wait_ms), due_ms) for wait_ms, due_ms in due.items()]
     assert len(timers.messages(TIMER_TOPIC)) <= len(due) + 1, "rolled for nothing"
     assert timers.timer.waiting() == 0
+
+
+def test_estimate_of_waiting_messages_keeps_what_was_read_before_damage(
+    timers: Timers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timers.put("later", 5000)
+    timers.settle()
+    end, units = timers.parts.store.max_offset, timers.timer._units
+    whole = units.old
+
+    def damaged(*given: int) -> Any:
+        yield from whole(*given)
+        raise TimerFilesDamaged("a later segment is missing")
+
+    monkeypatch.setattr(units, "old", damaged)
+    assert sum(len(offsets) for offsets, _ in timers.timer.waiting_below(end)) == 1
 
 
 def test_there_is_no_file_before_the_first_message_that_waits(timers: Timers) -> None:

@@ -214,6 +214,19 @@ def test_letters_that_were_let_go_of_do_not_count(letters: Path, tmp_path: Path)
     assert sum(row.count for row in rows) == 3 + 1
 
 
+def test_lag_is_known_without_a_broker_and_changes_nothing(tmp_path: Path) -> None:
+    """A view of the pops needs no receivers, and does not take the counter of saved offsets."""
+    with library.open(tmp_path / "s") as store:
+        jobs = store.queue("jobs")
+        jobs.put_many([b"x"] * 3)
+        for _ in range(2):
+            jobs.get().ack()
+
+    with offline(tmp_path / "s") as opened:
+        assert [(each.queue_id, each.messages) for each in opened.lag("jobs")] == [(0, 1)]
+        assert opened.suspended("jobs") == {}
+
+
 # -- traces ------------------------------------------------------------------------------------------------------------
 
 

@@ -80,7 +80,7 @@ class Roller(BackgroundService):
     `run_once`."""
 
     def waiting_below(self, physical_offset: int) -> Iterable[tuple[np.NDArray[np.int64], np.NDArray[np.int64]]]:
-        """Return physical offsets and sizes of waiting records below `physical_offset`. An estimate."""
+        """Yield (physical offsets, sizes) of waiting records below `physical_offset`, in parts. An estimate."""
         raise NotImplementedError
 
     def roll(self, physical_offset: int, count: int, now_ms: int) -> int:

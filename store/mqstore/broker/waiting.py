@@ -61,7 +61,7 @@ _SWEEP = 1_024
 """Number of stale heap entries that are worth a sweep."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Waiter:
     """Parked reader or receiver, or a former one. Opaque, for `add_waiter` and `remove_waiter`."""
 
@@ -104,7 +104,7 @@ class Wanted(NamedTuple):
             raise ConfigError("an offset needs one queue, and cannot be combined with a group")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class _Bucket:
     """Waiters of one group with one filter on one queue, oldest first."""
 
@@ -219,9 +219,8 @@ class Waiters(BackgroundService):
         """Wake all waiters on `topic`, after its offsets were reset or while it is deleted."""
         with self._lock:
             self._news[topic] = self._news.get(topic, 0) + 1
-            for bucket in self._all_buckets():
-                if bucket.key[0] == topic:
-                    self._release(bucket, len(bucket.waiters))
+            for bucket in [each for key, found in self._buckets.items() if key[0] == topic for each in found.values()]:
+                self._release(bucket, len(bucket.waiters))
         self._after_change()
 
     def wake_group(self, group: str) -> None:

@@ -131,13 +131,12 @@ class TimerQueries(Roller):
             return bool(waiting)
 
     def waiting_below(self, physical_offset: int) -> list[tuple[np.NDArray[np.int64], np.NDArray[np.int64]]]:
-        """Return the waiting messages that are placed and written. See `Roller`."""
+        """Return the waiting messages that are placed and written, as far as the files are whole. See `Roller`."""
+        found = []
         with self._lock, suppress(TimerFilesDamaged):  # reading the slot, or `roll`, will find the same damage
-            found = self._units.old(physical_offset, self._read_ms) if self._begun else ()
-            return [
-                (units["physical_offset"].astype(np.int64), units["record_size"].astype(np.int64)) for _, units in found
-            ]
-        return []
+            for _, units in self._units.old(physical_offset, self._read_ms) if self._begun else ():
+                found.append((units["physical_offset"].astype(np.int64), units["record_size"].astype(np.int64)))
+        return found
 
     def _waits(self, message: Message) -> bool:
         """Return True if a message of the timer topic is neither delivered nor rolled.

@@ -171,7 +171,9 @@ class OrderedQueues:
         visible_ms = self._tables.clock.now_ms() + invisible_ms
         # Negative if the clock was set back, so that the pop time is ahead of it.
         invisible_ms = visible_ms - record.pop_time_ms
-        self._tables.log_change(state, state.fifo, claim.offset, (record.pop_time_ms, invisible_ms), failed, error)
+        holder = state.holder(state.fifo, claim.offset) if failed else ""
+        times = record.pop_time_ms, invisible_ms
+        self._tables.log_change(state, state.fifo, claim.offset, times, failed, error, holder)
         change = record.given_back if failed is False else record.moved
         self._orders.put(state.key, change([claim.offset], visible_ms))
         self._tables.announce(state, visible_ms)

@@ -408,20 +408,21 @@ def _read(value: Mapping[str, Any]) -> tuple[dict[QueueKey, OrderInfo], dict[str
     """Return the records, and the entries of another form."""
     records: dict[QueueKey, OrderInfo] = {}
     others: dict[str, Any] = {}
-    where = "table"
+    where = ""
     try:
         table = object_member(value, "table")
         for key, queues in table.items():
-            where, (topic, at, group) = key, key.partition("@")
+            topic, at, group = key.partition("@")
             if not at or "@" in group:
                 others[key] = queues
                 continue
+            where = ""  # what reads the keys names the entry
             for queue_id, entry in _by_number(table, key).items():
-                where = f"{key}[{queue_id}]"
+                where = f"{key[:200]}[{queue_id}]: "
                 if entry is not None:
                     records[QueueKey(group, topic, queue_id)] = OrderInfo.from_json(entry)
     except ValueError as error:
-        raise ValueError(f"order info: {where[:200]}: {error}") from error
+        raise ValueError(f"order info: {where}{str(error)[:300]}") from error
     return records, others
 
 
@@ -430,7 +431,7 @@ def _by_number(value: Mapping[str, Any], name: str) -> dict[int, Any]:
     found = {}
     for key, each in object_member(value, name).items():
         if not _NUMBER(key) or int(key) > _I64_MAX:
-            raise ValueError(f"{name}: key {key[:40]!r} is not a number")
+            raise ValueError(f"{name[:200]}: key {key[:40]!r} is not a number")
         found[int(key)] = each
     return found
 

@@ -242,7 +242,7 @@ class Replay:
     def _event(self, state: QueueState, batch: Batch, kind: str, value: dict[str, Any]) -> None:
         """Apply a settlement or a change to messages of a batch without order."""
         if kind == CHANGE:
-            offset, pop_time_ms, invisible_ms = value["o"], value["pt"], value["it"]
+            offset, pop_time_ms, invisible_ms = _change_of(value)
             state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
             batch.note_outcome(offset, _outcome(value))
             if state.in_flight.get(offset) is batch:
@@ -259,14 +259,15 @@ class Replay:
     def _event_in_order(self, state: QueueState, batch: Batch, kind: str, value: dict[str, Any]) -> None:
         """Apply a settlement or a change to messages of the queue's last batch."""
         if kind == CHANGE:
-            state.last_pop_ms = max(state.last_pop_ms, value["pt"])
-            batch.note_outcome(value["o"], _outcome(value))
+            offset, pop_time_ms, invisible_ms = _change_of(value)
+            state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
+            batch.note_outcome(offset, _outcome(value))
         record = self._orders.get(state.key)
         if record is None or record.pop_time_ms != batch.pop_time_ms:
             return  # the entry is of another batch
         if kind == CHANGE:
             change = record.given_back if _outcome(value) is False else record.moved
-            record = change([value["o"]], value["pt"] + value["it"])
+            record = change([offset], pop_time_ms + invisible_ms)
         elif kind == GIVE:
             at_ms = min(batch.pop_time_ms, self._tables.clock.now_ms())  # a pop time may be ahead of the clock
             record = record.given_back(value["o"], at_ms)
@@ -444,6 +445,19 @@ def _parted(key: QueueKey, held: list[int], begun: AttemptJournal) -> tuple[list
 def _outcome(value: dict[str, Any]) -> bool | None:
     """Return the outcome of a delivery after a change of its visible time (`Batch.outcome`)."""
     return value.get("g") != 1 if value.get("n") == 1 else None
+
+
+def _change_of(value: dict[str, Any]) -> tuple[int, int, int]:
+    """Return (offset, pop time, invisible ms) of a change. The last one is negative if the clock was set back.
+    Raises ValueError unless all are numbers of 64 bits."""
+    offset, pop_time_ms, invisible_ms = value["o"], value["pt"], value["it"]
+    if (
+        not _are_numbers([offset, pop_time_ms])
+        or type(invisible_ms) is not int
+        or not _are_numbers([abs(invisible_ms)])
+    ):
+        raise ValueError("the change of a visible time has a wrong number")
+    return offset, pop_time_ms, invisible_ms
 
 
 def _are_numbers(values: Sequence[Any]) -> bool:

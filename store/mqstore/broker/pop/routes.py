@@ -22,12 +22,14 @@ class Rank(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Queues that hold the messages of one topic for one group. Compiled code uses the first two members."""
+    """Queues that hold the messages of one topic for one group. Compiled code uses the first three members."""
 
     single: QueueState | None
     """The only queue, if `at_once`."""
     settled: list[QueueState] | None
     """`queues`, if compiled code may settle in them."""
+    at_once: bool
+    """True if `pop_at_once` may use it: compiled code may pop, and no topic has redeliveries."""
     topic: str
     queues: list[QueueState]
     retries: list[tuple[int, QueueState]]
@@ -36,8 +38,6 @@ class Route(NamedTuple):
     """True if a random choice between queues is needed."""
     pops: bool
     """True if compiled code may pop from `queues`, too, since their messages do not expire."""
-    at_once: bool
-    """True if `pop_at_once` may use it, too, since no topic has redeliveries."""
     ranks: tuple[list[Rank], list[Rank]] | None
     """All queues by priority, the highest first, if the topic has priorities (delivery#priority).
     Within a priority the first list has retries last, the second has them first."""
@@ -94,7 +94,7 @@ class Routes:
             )
             ranks = _by_priority([*new, *again]), _by_priority([*again, *new])
         single = queues[0] if at_once and not has_choice else None
-        route = Route(single, queues if quick else None, topic, queues, retries, has_choice, pops, at_once, ranks)
+        route = Route(single, queues if quick else None, at_once, topic, queues, retries, has_choice, pops, ranks)
         known[group, topic] = route
         return route
 

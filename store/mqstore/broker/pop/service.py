@@ -104,7 +104,7 @@ class PopService(BackgroundService):
                 self._keeper.save(self._clock.now_ms())
             begun.forget()
         self._routes = Routes(self.tables)
-        self.tables.slow = self.pop_at_once
+        self.tables.begin(self.pop_at_once)
 
     # -- popping ----------------------------------------------------------------------------------------------------
 

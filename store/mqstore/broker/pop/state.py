@@ -33,6 +33,7 @@ from mqstore.signalsafe import Lock
 MAX_BATCH = 32
 """Maximum number of messages of one pop."""
 NEVER_MS = 2**63 - 1
+"""Time of a queue that the housekeeper need not check."""
 _COMPACT_FROM = 1_024
 _NOTES_KEPT = 65_536
 """Number of deliveries in flight whose notes are kept."""

@@ -183,11 +183,14 @@ class PopTables(PopFields):
             self._resets = self.offsets.resets
             self._orders = self.orders.entries
             self._by_topic, self._note = self.offsets.by_topic, self.offsets.note
-            self.offsets.compiled_changes = lambda: self._offset_changes
             self._freed = self.wake_if_free
-            self._parked = waiters.parked
             self._batch, self._delivery = Batch, Delivery
         self.journal = PopJournal(self, wake, wanted=self._tip is not None)
+
+    def begin(self, slow: Callable[[str, str, int, int, bool], list[Delivery]]) -> None:
+        """Serve receivers. Views of the same tables do not, so they must not take the offset table's counter."""
+        self.slow, self._parked = slow, self.waiters.parked
+        self.offsets.compiled_changes = lambda: self._offset_changes
 
     # -- states -----------------------------------------------------------------------------------------------------
 
@@ -420,10 +423,17 @@ class PopTables(PopFields):
             state.acks.update(dict.fromkeys(offsets, batch.name))
 
     def log_change(
-        self, state: QueueState, batch: Batch, offset: int, times: tuple[int, int], failed: bool | None, error: str = ""
+        self,
+        state: QueueState,
+        batch: Batch,
+        offset: int,
+        times: tuple[int, int],
+        failed: bool | None,
+        error: str = "",
+        holder: str = "",
     ) -> None:
-        """Append a new (pop time, invisible ms) of one message, and set the outcome of its delivery."""
-        holder = state.holder(batch, offset) if failed else ""
+        """Append a new (pop time, invisible ms) of one message, and set the outcome of its delivery.
+        `holder` is the receiver of a failed one, if it is known."""
         self.log.put_change(self._name_of(state, batch), offset, times, failed, error, holder)
         batch.note_outcome(offset, failed)
 

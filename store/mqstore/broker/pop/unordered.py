@@ -207,7 +207,8 @@ class UnorderedQueues:
         pop_time_ms = claim.pop_time_ms if renew else pop_time(now_ms, claim.pop_time_ms)
         # Negative if the clock was set back, so that the pop time is ahead of it.
         invisible_ms = now_ms + invisible_ms - pop_time_ms
-        self._tables.log_change(state, batch, claim.offset, (pop_time_ms, invisible_ms), failed, error)
+        holder = state.holder(batch, claim.offset) if failed else ""
+        self._tables.log_change(state, batch, claim.offset, (pop_time_ms, invisible_ms), failed, error, holder)
         state.change(batch, claim.offset, pop_time_ms, invisible_ms)
         if failed is not None:
             state.note(claim.offset, error)

@@ -310,6 +310,7 @@ class GroupTable(ConfigTable):
     # -- looking up -------------------------------------------------------------------------------------------------
 
     def get(self, name: str) -> GroupConfig | None:
+        """Return the group, or None."""
         return self._groups.get(name)
 
     def require(self, name: str) -> GroupConfig:

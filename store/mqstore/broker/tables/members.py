@@ -223,6 +223,7 @@ class Members:
             self._settings.alter(group, retry_policy=retry)  # not under the lock: it writes a file and calls listeners
 
     def get(self, client_id: str, group: str) -> Member | None:
+        """Return a member, or None."""
         return self._groups.get(group, {}).get(client_id)
 
     def unregister(self, client_id: str, group: str, *, owner: str | None = None) -> bool:
