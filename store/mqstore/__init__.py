@@ -140,20 +140,30 @@ def open(
 
     Raises NotAStoreError, StoreLockedError, CorruptStoreError, UnsupportedStoreError, ConfigError.
     """
-    options: Any = {
-        "create": create,
-        "profile": profile,
-        "durability": durability,
-        "lock_timeout": lock_timeout,
-        "config": config,
-    }
     if shared:
         from mqstore.remote.shared import open_shared
 
-        return open_shared(path, mode, **options)
+        return open_shared(
+            path,
+            mode,
+            create=create,
+            profile=profile,
+            durability=durability,
+            lock_timeout=lock_timeout,
+            config=config,
+        )
     # Built by hand: after a call of the class a signal handler may raise, and nobody could close the store then.
     store = Store.__new__(Store)
-    Store.__init__(store, path, mode, **options)
+    Store.__init__(
+        store,
+        path,
+        mode,
+        create=create,
+        profile=profile,
+        durability=durability,
+        lock_timeout=lock_timeout,
+        config=config,
+    )
     return store
 
 

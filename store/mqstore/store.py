@@ -83,6 +83,7 @@ class _Maker:
     def __init__(self, kind: Callable[[], Any], method: Callable[..., object]) -> None:
         self._kind = kind
         update_wrapper(self, method)
+        self.__annotations__ = {}  # those of the class are in `__signature__`
 
     def __get__(self, store: Store | None, owner: type) -> Any:
         return self if store is None else MethodType(self, store)
@@ -174,8 +175,9 @@ class Store(Closing, Sending):
 
     def _prepare(self) -> None:
         self._pid = os.getpid()
-        makers = ("queue", "producer", "simple_consumer", "pull_consumer", "push_consumer")
-        self._made: dict[str, WeakSet[Any]] = {name: WeakSet() for name in makers}
+        self._made: dict[str, WeakSet[Any]] = {
+            name: WeakSet() for name, each in vars(Store).items() if isinstance(each, _Maker)
+        }
         """Objects that the methods of these names have made."""
         self._servers: list[ServerThread] = []
 

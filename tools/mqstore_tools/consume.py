@@ -162,16 +162,23 @@ def consume(
     if sql is not None and tags != "*":
         raise click.UsageError("give --tags or --sql, not both")
     argv = None if command is None else _argv(command, shell=shell)
-    if dry_run:
-        _dry_run(target, group, dict.fromkeys(topics), start, json_output=json_output)
-        return
     topics = tuple(dict.fromkeys(topics))
+    if dry_run:
+        _dry_run(target, group, topics, start, json_output=json_output)
+        return
     work = Printer(format_ == "jsonl", body_bytes) if argv is None else Commands(argv, group, exec_timeout, reject_code)
     with open_store(target, create=False) as store:
         _check_names(store, topics, group, tags, sql)
-        wanted = {"ordered": ordered, "start": start, "workers": workers}
         policy = _policy(store, group, ordered, max_attempts, retry_delay)
-        run = Run(store, topics, group, work, max_messages, tags=tags, sql=sql, retry=policy, **wanted)
+        run = Run(
+            *(store, topics, group, work, max_messages),
+            tags=tags,
+            sql=sql,
+            ordered=ordered,
+            start=start,
+            workers=workers,
+            retry=policy,
+        )
         began = time.monotonic()
         shown = argv is not None or not sys.stdout.isatty()  # else messages are printed on the same terminal
         bar = progress("consuming", partial(_progress_of, run), of_bytes=False) if shown else nullcontext()

@@ -18,13 +18,14 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
-from typing import Any, Final
+from typing import Final
 
-from mqstore import Interceptor, Message, QueueRef, Reject, Store, cancelled
+from mqstore import Interceptor, Message, QueueRef, Reject, RetryPolicy, Store, cancelled
 from mqstore.admin import retry_topics
 from mqstore.errors import GroupNotFoundError
 from mqstore_tools.actions import Commands, Enough, Failed, Printer
 from mqstore_tools.render import note
+from mqstore_tools.session import Position
 from mqstore_tools.shared import on_signals
 
 _NO_TIMEOUT_S: Final = 7 * 86_400
@@ -38,7 +39,7 @@ _HEAR_S: Final = 0.5
 class Run(Interceptor):
     """A push consumer that does `work` on each message, and the state of the run that all threads share.
 
-    `wanted` are further options of `Store.push_consumer`, None for the group's setting."""
+    `ordered`, `start` and `retry` None mean the group's setting."""
 
     def __init__(
         self,
@@ -50,7 +51,10 @@ class Run(Interceptor):
         *,
         tags: str,
         sql: str | None,
-        **wanted: Any,
+        ordered: bool | None,
+        start: Position | None,
+        workers: int,
+        retry: RetryPolicy | None,
     ) -> None:
         self.topics = topics
         self.group = group
@@ -74,7 +78,15 @@ class Run(Interceptor):
         for topic in topics:
             if self._broker.topics.get(topic) is None:
                 note(f"topic {topic} does not exist yet; waiting for it")
-        self.consumer = store.push_consumer(group, consume_timeout=_NO_TIMEOUT_S, interceptors=[self], **wanted)
+        self.consumer = store.push_consumer(
+            group,
+            workers=workers,
+            ordered=ordered,
+            start=start,
+            retry=retry,
+            consume_timeout=_NO_TIMEOUT_S,
+            interceptors=[self],
+        )
         for topic in topics:
             self.consumer.subscribe(topic, self._handle, tags=tags, sql=sql)
 
@@ -226,16 +238,16 @@ def _stop(run: Run) -> None:
     run.bell.put("stopped")
 
 
-def _is_failure(record: logging.LogRecord) -> bool:
-    return not (isinstance(record.args, tuple) and any(isinstance(each, Enough) for each in record.args))
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """Drop log records about `Enough`, which is not a failure."""
+
+    def is_failure(record: logging.LogRecord) -> bool:
+        return not (isinstance(record.args, tuple) and any(isinstance(each, Enough) for each in record.args))
+
     logger = logging.getLogger("mqstore")
-    logger.addFilter(_is_failure)
+    logger.addFilter(is_failure)
     try:
         yield
     finally:
-        logger.removeFilter(_is_failure)
+        logger.removeFilter(is_failure)

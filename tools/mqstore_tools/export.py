@@ -171,7 +171,8 @@ def _to_folder(messages: Messages, to: str, given: dict[str, Any], master: str |
         ("files", f"{done.files}, {show_bytes(done.file_bytes)}"),
         ("took", f"{done.seconds:.1f} s, {show_bytes(round(rate))}/s"),
     ]
-    facts += [("damaged, skipped", done.damaged)] * (done.damaged > 0)
+    if done.damaged:
+        facts.append(("damaged, skipped", done.damaged))
     cells = ("", ("", ""), facts if done.files else [])
     show_tables(done.to_dict(), cells, json_output=json_output, empty=f"no messages; {to} was not written")
 

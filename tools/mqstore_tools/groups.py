@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from datetime import datetime
-from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -264,5 +263,7 @@ def delete(target: Path, name: str, dry_run: bool, yes: bool, json_output: bool)
         what += f" and its offsets in {', '.join(view.topics)}" if view.topics else ""
         return what, {"name": name, "topics": view.topics}
 
-    change = partial(methodcaller, "delete_group", name)
-    delete_after_asking(target, change, describe, dry_run=dry_run, yes=yes, json_output=json_output)
+    def delete(desk: Any, **how: Any) -> Any:
+        return desk.delete_group(name, **how)
+
+    delete_after_asking(target, delete, describe, dry_run=dry_run, yes=yes, json_output=json_output)

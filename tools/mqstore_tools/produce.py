@@ -233,7 +233,7 @@ class _Run:
             for name, stream in sources:
                 for number, record in _records(recipe, Lines(stream, self)):
                     try:
-                        self._add(recipe.message(record))
+                        message = recipe.message(record)
                     except NoMessage as error:
                         bad = f"{name}, line {number}: {error}"
                         if not skip_bad:
@@ -241,6 +241,8 @@ class _Run:
                             text = f"{bad}; {self.messages} messages before it were stored"
                             raise _BadLineError(text, "body") from error
                         self._skip(bad)
+                    else:
+                        self._add(message)
                     if self.stop.asked:
                         break
                 self.store()

@@ -143,21 +143,21 @@ def carry_out(
 
 def delete_after_asking(
     target: Path,
-    change: Callable[..., Callable[[Any], Any]],
+    delete: Callable[..., Any],
     describe: Callable[[Any], tuple[str, dict[str, Any]]],
     *,
     dry_run: bool,
     yes: bool,
     json_output: bool,
 ) -> None:
-    """Run the deletion `change(dry_run=...)` if the user agrees. `describe` returns text and row of its plan."""
+    """Run `delete(desk, dry_run=...)` if the user agrees. `describe` returns text and row of its plan."""
     with administer(target) as desk:
-        what, row = describe(change(dry_run=True)(desk))
+        what, row = describe(delete(desk, dry_run=True))
         if dry_run:
             print_done({"dry_run": True, **row}, f"would delete {what}", json_output=json_output)
             return
         ask(safe(f"Delete {what}?"), yes=yes)
-        change(dry_run=False)(desk)
+        delete(desk, dry_run=False)
     print_done(row, f"deleted {what}", json_output=json_output)
 
 

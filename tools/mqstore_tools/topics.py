@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -180,5 +179,7 @@ def delete(target: Path, name: str, force: bool, dry_run: bool, yes: bool, json_
         what += f", the offsets of {', '.join(view.groups)}" if view.groups else ""
         return what, {"name": name, "messages": view.messages, "groups": view.groups}
 
-    change = partial(methodcaller, "delete_topic", name, force=force)
-    delete_after_asking(target, change, describe, dry_run=dry_run, yes=yes, json_output=json_output)
+    def delete(desk: Any, **how: Any) -> Any:
+        return desk.delete_topic(name, force=force, **how)
+
+    delete_after_asking(target, delete, describe, dry_run=dry_run, yes=yes, json_output=json_output)

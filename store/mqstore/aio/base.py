@@ -40,6 +40,7 @@ class AsyncBase(Generic[S]):
     __slots__ = ("_bridge", "sync")
 
     def __init__(self, bridge: LoopThread, sync: S) -> None:
+        """Objects are made by methods of `mqstore.aio`, on the store's thread."""
         self._bridge = bridge
         self.sync: S = sync
         """The object of the synchronous library."""

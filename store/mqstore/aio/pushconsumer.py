@@ -175,6 +175,7 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
     run_once = called(pushconsumer.PushConsumer.run_once, LoopThread.apart)
 
     def __init__(self, bridge: LoopThread, sync: pushconsumer.PushConsumer) -> None:
+        """Made by a method of the store, with the options of the synchronous one."""
         super().__init__(bridge, sync)
         self._running: set[_Run] = set()
         self._cut: bool | None = None

@@ -71,6 +71,7 @@ class Queue(Closable[queue.Queue[T]], Generic[T]):
     purge = called(queue.Queue.purge, LoopThread.finish)
 
     def __init__(self, bridge: LoopThread, sync: queue.Queue[T]) -> None:
+        """Made by a method of the store, with the options of the synchronous one."""
         super().__init__(bridge, sync)
         self._codec = sync._codec
         self._maxsize = sync._maxsize

@@ -92,9 +92,9 @@ class RecordReader:
         A reader of another process's store checks it again, since it may be half-written."""
         self.passes_over_bad = passes_over_bad
         self._verify_reads = parts.config.verify_reads
-        self.kernel = kernel if self._verify_reads and parts.checksum == "crc32c-record" else None
-        """Compiled reads, if they exist for these records."""
-        self._read_units: Any = getattr(self.kernel, "read_units", None)
+        whole = self._verify_reads and parts.checksum == "crc32c-record"
+        self._read_units: Any = kernel.read_units if kernel is not None and whole else None
+        """Compiled read of plain records, if there is one."""
         self.bytes_read = 0
         """Bytes of the returned records."""
         self.bad: set[int] = set()
@@ -141,7 +141,7 @@ class RecordReader:
 
     def views(self, asked: Request) -> tuple[list[Message], int, bool]:
         """Return the messages, the offset after the last unit consumed, and whether `max_bytes` ended the read."""
-        found = None if self.kernel is None else self._compiled(asked)
+        found = None if self._read_units is None else self._compiled(asked)
         messages, after, stop = self._locate(asked) if found is None else found
         if (unit_filter := asked.unit_filter) is not None:
             messages = unit_filter.apply(messages)

@@ -75,11 +75,14 @@ def _completed(
     known = load_known(root, size, fs)
     report.known = {finding for finding in report.findings if finding in known}
     if writing:
-        # A short segment that was extended is no damage any more.
-        short = {each for each in report.findings if each.kind == "segment_size" and (root / each.file).exists()}
-        extended = {each for each in short if (root / each.file).stat().st_size == size}
-        save_known(root, known, (each for each in report.findings if each not in extended), report.log_end, size, fs)
+        lasting = [each for each in report.findings if not _is_extended(root / each.file, each, size)]
+        save_known(root, known, lasting, report.log_end, size, fs)
     return report
+
+
+def _is_extended(path: Path, finding: Finding, size: int) -> bool:
+    """Return True if a finding is about a short segment that now has its full length."""
+    return finding.kind == "segment_size" and path.exists() and path.stat().st_size == size
 
 
 def rebuild_config(

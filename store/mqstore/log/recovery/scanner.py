@@ -219,7 +219,7 @@ def scan_segment(
                     ahead.begin(partial(read, at, met))
                     length = at - int(headers.positions[0])
                 yield Good(segment, base, buffer, headers, base + at)
-                del headers  # so that its memory is reused
+                del headers  # so that its memory is free before the next batch
                 if many:
                     continue
             if at >= stop:
