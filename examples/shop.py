@@ -4,7 +4,7 @@
 
     orders     4 queues, one message every 20 s from 01:00 to 03:00 UTC, consumed by `billing`
     payments   1 queue, one message for each third order
-    mail       a queue of jobs
+    mail       a queue of jobs in order, with one that a worker has
 
 At 02:04 and 02:07 a card is refused: `billing` gives up after three attempts. At 02:10 it forgets an order, whose
 lease ends after a minute. At 02:30 it stops.
@@ -55,7 +55,9 @@ def fill(path: str | Path) -> None:
             clock.advance(STEP_MS)
             store.broker.run_once()
         store.put("orders", b"remind", keys="o-17", delay=86_400, queue_id=0, unique_key=f"{17:031X}R")
-        store.queue("mail").put(b"to ada: thank you")
+        mail = store.queue("mail", ordered=True)
+        mail.put(b"to ada: thank you")
+        mail.get_nowait()
         store.broker.run_once()
 
 

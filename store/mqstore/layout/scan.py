@@ -295,7 +295,7 @@ class Headers:
     size = _int32s("size")
     magic = _int32s("magic")
     checksum = _int32s("checksum")
-    """As stored, in either profile."""
+    """Checksum field as stored, in either profile."""
     queue_id = _int32s("queue_id")
     flag = _int32s("flag")
     queue_offset = _int64s("queue_offset")

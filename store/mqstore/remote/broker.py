@@ -159,7 +159,7 @@ class RemoteContract(BrokerContract):
             fs=REAL,
             clock=self.clock,
             config=StoreConfig(),
-            flush=lambda: None,  # a server's log is no part of these files
+            flush=lambda: None,  # the log is the server's
             check_open=self.check_open,
         )
         folder.path.mkdir(parents=True, exist_ok=True)

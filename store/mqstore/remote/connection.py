@@ -251,7 +251,7 @@ class Connection:
         self.read_soon()
 
     def read_soon(self) -> None:
-        """Have the background thread send and read gathered calls at once."""
+        """Make the background thread send and read gathered calls at once."""
         self.hurry = True
         if (line := self.line) is not None:
             line.send_gathered(in_turn=True)

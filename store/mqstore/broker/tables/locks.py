@@ -116,7 +116,7 @@ class QueueLocks:
             return True
 
     def end_work(self, group: str, queue: QueueRef) -> None:
-        """Let the lock of `begin_work` expire again."""
+        """Make the lock of `begin_work` expire again."""
         with self._mutex:
             if (lease := self._leases.get(group, {}).get(queue)) is not None:
                 lease.at_work = False
