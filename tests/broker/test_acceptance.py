@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mqstore import QueueRef
-from mqstore.errors import ConfigError, StoreClosedError
+from mqstore import QueueRef, RetryPolicy
+from mqstore.errors import ConfigError, NotPermittedError, StoreClosedError
 from tests.broker.support import Bench, Broker, Mode
 from tests.children import in_child
 from tests.tools.support import mqstore, mqstore_json, snapshot
@@ -68,6 +68,20 @@ def test_a_topic_may_not_become_fifo_and_change_its_queues_at_once(bench: Bench)
     bench.broker.start_of("g", "t", 0)
     with pytest.raises(ConfigError, match="in order by g"):
         bench.broker.topics.alter("t", write_queues=2, message_type="FIFO")
+
+
+# -- groups (delivery#groups) ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("attempts", "stored"), [(3, 2), (1, 0), (None, 2147483647)])
+def test_a_group_is_created_and_altered_by_its_attempts(bench: Bench, attempts: int | None, stored: int) -> None:
+    created = bench.broker.groups.create("g", max_attempts=attempts)
+    assert (created.max_attempts, created.retry_max_times) == (attempts, stored)
+    assert bench.again().groups.require("g") == created
+    policy = RetryPolicy(delays=[1, 2])
+    altered = bench.broker.groups.alter("g", retry_policy=policy, max_attempts=attempts)
+    assert altered.retry_policy == policy.with_attempts(attempts)
+    assert bench.broker.groups.alter("g", max_attempts=5).retry_policy == policy.with_attempts(5)
 
 
 # -- a broker that was closed (reliability#p9) -------------------------------------------------------------------------
@@ -156,6 +170,14 @@ def test_dead_letters_of_a_group_that_never_was_are_wrong_usage(letters: Path, c
     assert mqstore("dlq", command[0], letters, "--group", "g", *command[1:]).exit_code == 0
 
 
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
+def test_a_replay_of_a_letter_that_is_not_there_sends_none(letters: Path, dry_run: list[str]) -> None:
+    before = snapshot(letters)
+    result = mqstore("dlq", "replay", letters, "--group", "g", "--offset", 1, "--offset", 7, *dry_run)
+    assert (result.exit_code, "offset 7" in result.stderr) == (2, True)
+    assert snapshot(letters) == before
+
+
 @pytest.mark.parametrize("words", [("topics", "crate", "S", "n"), ("dlq", "purg", "S"), ("offsets", "rest", "S")])
 def test_a_sub_command_that_is_misspelt_is_named(letters: Path, words: tuple[str, ...]) -> None:
     result = mqstore(*(letters if word == "S" else word for word in words))
@@ -180,3 +202,11 @@ def test_recover_reports_messages_of_a_removed_level(tmp_path: Path, dry_run: li
     bench.open(delay_levels="1s").close()
     assert json.loads(mqstore("recover", bench.path, "--json", *dry_run).stdout)["orphan_levels"] == {"2": 2}
     assert "2 messages wait in delay level 2" in mqstore("recover", bench.path, *dry_run).stderr
+
+
+def test_a_user_does_not_put_into_a_retry_topic(bench: Bench) -> None:
+    with pytest.raises(NotPermittedError, match="send_back"):
+        bench.broker.put("%RETRY%g", b"x")
+    with pytest.raises(NotPermittedError, match="send_back"):
+        bench.broker.put_many("%RETRY%g", [b"x"])
+    assert bench.broker.topics.names() == []

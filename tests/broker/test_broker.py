@@ -33,6 +33,8 @@ from tests.faults import FaultyFileSystem
 from tests.holding import new_threads
 from tests.log.support import Unsynced, open_store
 
+MINUTE, HOUR = 60_000, 3_600_000
+
 
 def test_sql_and_tag_filters_choose(bench: Bench) -> None:
     for n in range(6):
@@ -125,6 +127,30 @@ def test_unconsumed_messages_are_kept_by_a_named_pin(tmp_path: Path) -> None:
     bench.advance(20_000)
 
     assert 0 < broker.min_offset("t", 0) <= 200
+    bench.broker.close()
+
+
+@pytest.mark.parametrize("held", [("popped",), ("popped", "delayed")])  # alone, a delayed one is rolled
+def test_a_message_in_flight_and_one_delayed_hold_the_log(tmp_path: Path, held: tuple[str, ...]) -> None:
+    bench = Bench(tmp_path / "store", retention=Retention(age=None, max_bytes=0))
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    for body in held:
+        broker.put("t", body.encode(), delay_level=18 if body == "delayed" else None)
+    deliveries = broker.pop("g", "t", invisible=HOUR / 1000)
+    fill(broker, "other", 0.3)
+    broker.commit("g", "other", 0, 300)
+    broker.store.flush()
+    bench.advance(HOUR // 2)
+
+    assert broker.store.min_offset == 0
+    assert [each.message.body for each in deliveries] == [b"popped"] * ("popped" in held)
+    broker.ack("g", "t", [each.receipt for each in deliveries])
+    bench.advance(2 * HOUR)
+    assert bench.bodies() == [b"delayed"] * ("delayed" in held)
+    broker.store.flush()
+    bench.advance(MINUTE)
+    assert broker.store.min_offset > 0
     bench.broker.close()
 
 

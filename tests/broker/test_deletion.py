@@ -237,9 +237,13 @@ def test_a_process_that_dies_in_a_deletion_leaves_all_messages_or_none(tmp_path:
             if steps[0] and not left:
                 store.broker.topics.delete("t", force=True)
                 assert store.broker.committed("g", "t", 0) is None
+                assert "t" not in store.broker.topics.names()
+                assert [store.log.offsets("t", queue_id) for queue_id in (0, 1)] == [(3, 3), (1, 1)]
             assert list(store.verify()) == []
             assert store.put("t", b"new", queue_id=0).offset == 3
             assert READERS["iter one queue"](store, "")[-1:] == [b"new"]
+            store.broker.topics.delete("t", force=True)
+            assert store.log.offsets("t", 0) == (4, 4)
         seen.add((done, bool(left)))
         if done:
             break

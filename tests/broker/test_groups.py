@@ -21,7 +21,7 @@ Groups = TableBench[GroupTable]
 
 
 def opened(path: Path, **config: Any) -> Groups:
-    """Return a store, its groups, and their file."""
+    """Open the groups of a store and their file."""
     return TableBench(path, "subscriptionGroup.json", GroupTable, **config)
 
 

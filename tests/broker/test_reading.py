@@ -125,6 +125,14 @@ def test_a_topic_or_group_without_permission_is_refused(broker: Broker) -> None:
         broker.read("t", 0, 0)
 
 
+def test_an_unknown_group_is_made_unless_that_is_off(bench: Bench, broker: Broker) -> None:
+    broker.read("t", 0, 0, group="g")
+    assert broker.groups.get("g") is not None
+    bench.again(auto_create_groups=False)
+    with pytest.raises(GroupNotFoundError):
+        bench.broker.read("t", 0, 0, group="h")
+
+
 def test_the_groups_retry_topic_passes_sql_filters_unexamined(broker: Broker) -> None:
     for topic in (RETRY, "t"):
         broker.topics.ensure(topic)

@@ -11,7 +11,7 @@ import pytest
 
 import mqstore
 from mqstore import SimulatedClock, Store, StoreConfig
-from mqstore.errors import InvalidMessageError
+from mqstore.errors import InvalidMessageError, NotPermittedError, TopicNotFoundError
 
 START_MS = SimulatedClock().now_ms()
 LEVELS, TIMER = "SCHEDULE_TOPIC_XXXX", "rmq_sys_wheel_timer"
@@ -106,3 +106,19 @@ def test_invalid_message_is_refused_before_a_write(store: Store, options: Any, f
 
     assert caught.value.field == field
     assert store.log.max_offset == end
+
+
+@pytest.mark.parametrize("topic", [LEVELS, TIMER, "rmq_sys_anything", "RMQ_SYS_TRANS_HALF_TOPIC", "TBW102"])
+def test_a_user_does_not_put_to_a_topic_of_the_engine(store: Store, topic: str) -> None:
+    store.put("orders", b"x", delay_level=1)  # so that two of them are there
+    store.put("orders", b"x", delay=5)
+    with pytest.raises(NotPermittedError):
+        store.put(topic, b"x")
+
+
+def test_with_auto_create_off_an_unknown_topic_is_an_error(tmp_path: Path) -> None:
+    with opened(tmp_path / "store", auto_create_topics=False) as store:
+        with pytest.raises(TopicNotFoundError):
+            store.put("orders", b"x")
+        store.create_topic("orders", queues=1)
+        assert store.put("orders", b"x").offset == 0

@@ -187,13 +187,15 @@ def test_an_end_that_cannot_be_stored_leaves_it_open(
 ) -> None:
     handle = bench.begin()
     with monkeypatch.context() as patch:
-        refuse_ops(patch)
-        patch.setattr(bench.parts.router, "copy", full)
+        if outcome == "commit":
+            patch.setattr(bench.parts.router, "copy", full)
+        else:
+            refuse_ops(patch)
         with pytest.raises(StoreFullError):
             bench.transactions.end(handle, outcome)
     assert bench.transactions.open_transactions() == [handle]
     bench.transactions.end(handle, outcome)
-    bench.reopen()
+    bench.reopen(killed=outcome == "rollback")  # whose op is written at once
     assert (bench.bodies(), bench.transactions.open_count()) == (bodies, 0)
 
 
