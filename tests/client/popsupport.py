@@ -28,7 +28,7 @@ class Bench:
         self.clock = SimulatedClock()
         self.config = config
         self.consumers: list[PushConsumer] = []
-        """Run by `settle` and `advance`, in this order, and only then."""
+        """Run by `settle` and `advance`, in the order of this list, and only then."""
         self.open()
 
     def open(self) -> None:

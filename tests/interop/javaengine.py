@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import select
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mqstore.files.jsonfile import decode_json
+from tests.waiting import is_readable
 
 __all__ = ["SIZES", "JavaEngine", "JavaError", "Jvm"]
 
@@ -55,7 +55,7 @@ class JavaEngine:
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"do": do, **what}).encode() + b"\n")
         self._process.stdin.flush()
-        if not select.select([self._process.stdout], [], [], _PATIENCE_S)[0]:
+        if not is_readable(self._process.stdout, _PATIENCE_S):
             raise JavaError(f"no answer to {do} within {_PATIENCE_S} s; see {self._errors.name}")
         line = self._process.stdout.readline()
         if not line:

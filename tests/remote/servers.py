@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
+
+from tests.serve.support import notice
 
 
 def pid_of(directory: Path) -> int:
     """Return the process id of the server."""
-    value: dict[str, int] = json.loads((directory / "serve.json").read_text())
-    return value["pid"]
+    pid: int = notice(directory)["pid"]
+    return pid
 
 
 def has_ended(pid: int) -> bool:

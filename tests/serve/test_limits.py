@@ -54,6 +54,20 @@ def test_requests_of_a_client_that_reads_no_answers_are_not_received(store: Stor
         assert other.ask(ROUTE, {"topic": "orders"}).code == 0
 
 
+def test_client_that_reads_nothing_for_a_time_is_disconnected(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    store.put("orders", bytes(1 << 20), queue_id=0)
+    texts = {name: str(value) for name, value in PULL_ORDERS.items()}
+    block = encode(Frame(PULL, texts, binary=True)) * 64
+    with serving(store, limits=Limits(stalled_s=0.2)) as address, Client(address) as slow, Client(address) as other:
+        slow.socket.sendall(block)
+        with pytest.raises(ConnectionError):  # noqa: PT012
+            while True:
+                time.sleep(0.01)
+                slow.socket.send(b"\0")
+        assert other.ask(ROUTE, {"topic": "orders"}).code == 0
+    assert "it reads no answers" in caplog.text
+
+
 @contextmanager
 def stopped_loop(store: Store, monkeypatch: pytest.MonkeyPatch, address: tuple[str, int]) -> Iterator[None]:
     """Keep the server's loop in one request meanwhile."""
@@ -95,10 +109,10 @@ def test_requests_are_received_no_faster_than_handled(store: Store, monkeypatch:
     fields = {"consumerGroup": "billing", "topic": "orders", "queueId": "0"}
     block = memoryview(encode(Frame(14, fields, flag=2)) * 4000)
     with serving(store) as address, Client(address) as busy, Client(address) as other:
-        busy.socket.setblocking(False)
-        sent, until_s = 0, time.monotonic() + 1.5
-        while sent < 12 << 20 and time.monotonic() < until_s:
-            with suppress(BlockingIOError):
+        busy.socket.settimeout(1)  # nothing can be sent for so long when the buffers are full
+        sent, until_s = 0, time.monotonic() + 4
+        with suppress(TimeoutError):
+            while sent < 12 << 20 and time.monotonic() < until_s:
                 sent += busy.socket.send(block[sent % len(block) :])
         assert sent < 12 << 20  # of which the sockets' own buffers have a few MiB
         assert other.ask(ROUTE, {"topic": "orders"}).code == 0
@@ -137,6 +151,15 @@ def test_frame_above_a_limit_closes_its_connection(store: Store, limits: Limits,
         client.send(ROUTE, {"topic": "orders", "more": "x" * limit})
         with pytest.raises(ConnectionError):
             client.receive()
+
+
+def test_frame_too_long_by_its_body_is_not_stored(store: Store) -> None:
+    with serving(store, limits=Limits(frame_bytes=4096)) as address, Client(address) as client:
+        assert client.ask(SEND, ORDERS, bytes(3000)).code == 0
+        client.send(SEND, ORDERS, bytes(5000))
+        with pytest.raises(ConnectionError):
+            client.receive()
+    assert len(list(store.iter("orders"))) == 1
 
 
 def test_body_above_the_limit_of_the_store_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -216,3 +217,19 @@ def test_short_request_without_its_fields_is_refused(remote: RemoteBroker, code:
     answer = remote._connection.call(code, b"\xff" * 9, fields={"topic": "orders", "queueId": "x"})
     assert answer.code in (13, 29) or code == 31051
     assert remote._call("session.ping", (), {}) is None
+
+
+# -- calls in flight ---------------------------------------------------------------------------------------------------
+
+
+def test_puts_of_several_threads_are_all_answered(remote: RemoteBroker, store: Store) -> None:
+    store.broker.topics.create("orders", queues=1)
+
+    def put(number: int) -> list[int]:
+        if number % 2:
+            return [remote.put("orders", b"x", queue_id=0).offset for _ in range(100)]
+        return [receipt.result(60).offset for receipt in [remote.put_async("orders", b"x") for _ in range(100)]]
+
+    with ThreadPoolExecutor(6) as pool:
+        found = [offset for offsets in pool.map(put, range(6)) for offset in offsets]
+    assert sorted(found) == list(range(600))
