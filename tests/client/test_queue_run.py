@@ -162,16 +162,26 @@ def test_loops_survive_a_queue_that_fails(run: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_long_handler_keeps_its_item(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    queues: list[mqstore.Queue] = []
     renewed = threading.Event()
+    seen = []
+
+    def handle(task: Any) -> None:
+        broker = queues[0]._broker
+        [first] = broker.pending("jobs")
+        assert renewed.wait(20)
+        [lease] = broker.pending("jobs")
+        seen.append((task.attempt, lease.offset == first.offset, lease.visible_at_ms > first.visible_at_ms + 1000))
 
     def body(queue: mqstore.Queue) -> None:
         queue._visibility_s, queue._visibility_ms = 3.0, 3000
         renew = queue._broker.renew
         monkeypatch.setattr(queue._broker, "renew", lambda *lease, **more: (renew(*lease, **more), renewed.set())[0])
+        queues.append(queue)
         queue.shutdown()
 
-    assert counts(run(["a"], lambda task: renewed.wait(20), body)) == (1, 0, 0, 0)
-    assert renewed.is_set()
+    assert counts(run(["a"], handle, body, workers=2)) == (1, 0, 0, 0)
+    assert seen == [(1, True, True)], "delivered once, and its lease is longer"
 
 
 # -- rates ------------------------------------------------------------------------------------------------------------
