@@ -18,6 +18,7 @@ from tests.connecting import ConnectedBroker
 
 _CONNECTED = (
     "aio_clients",
+    "bad_options",
     "producer",
     "pull_consumer",
     "pop_push",
@@ -29,7 +30,8 @@ _CONNECTED = (
     "suspended",
 )
 """Files of tests that run behind a server, too. That shows what `contract.py` promises: clients need nothing else of a
-broker. Of a test with many parameters one does. `make test-connect` runs all tests of this folder there."""
+broker. Of a test with many parameters one does, and one of each `kind`. `make test-connect` runs all tests of this
+folder there."""
 
 ALL = os.environ.get("MQSTORE_TEST_CONNECT") == "1"
 _LISTENERS = "counts the listeners in the broker's tables"
@@ -52,7 +54,6 @@ _NOT_CONNECTED = {
 """Files of tests that are about the process that has the directory, and why."""
 _HERE_ONLY = {
     "test_a_callback_of_a_future_may_submit_and_flush": _LOG,
-    "test_after_a_crash_it_goes_on": _NOTES,
     "test_a_broker_asked_at_once_declines_what_would_wait": _AT_ONCE,
     "test_a_consumer_leaves_no_waiter_and_no_listener_behind": _LISTENERS,
     "test_a_consumer_that_is_not_permitted_changes_nothing": _LISTENERS,
@@ -77,7 +78,6 @@ _HERE_ONLY = {
     "test_kill_brings_again_exactly_what_was_not_committed": _NOTES,
     "test_letters_of_an_ordered_group_come_in_their_order_and_one_at_a_time": "settles by one text, not a list of them",
     "test_lock_holder_is_named": _TEXTS,
-    "test_options_that_cannot_be_leave_no_trace": _LISTENERS,
     "test_pause_survives_a_failed_start": _LISTENERS,
     "test_starting_and_stopping_leaves_nothing_behind": _THREADS,
     "test_submit_blocks_when_so_much_is_in_flight_and_not_before": _LOG,
@@ -102,10 +102,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     kept = []
     for item in items:
         place = getattr(item, "callspec", None)
-        if place is None or place.params.get("_broker_at") != "connect" or item.obj not in seen or ALL:
+        connected = place is not None and place.params.get("_broker_at") == "connect"
+        which = (item.obj, place.params.get("kind")) if connected else None
+        if not connected or which not in seen or ALL:
             kept.append(item)
-        if place is not None and place.params.get("_broker_at") == "connect":
-            seen.add(item.obj)
+        if connected:
+            seen.add(which)
     items[:] = kept
 
 
