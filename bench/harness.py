@@ -212,7 +212,6 @@ class Ask:
         said = ", ".join(f"{name} {number_text(value)}" for name, value in found.items())
         place = [*PERCENTILES.values()].index(judged)
         self.answer("", "ms", [each[place] for each in by_round], goal, "; ".join(filter(None, (said, note))))
-        self.benchmark.extra_info["percentiles"] = found
 
     def answer(
         self, beside: str, unit: str, values: Sequence[float], goal: float | None = None, note: str = ""

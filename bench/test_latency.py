@@ -44,7 +44,7 @@ def _looping(receive: Callable[[], Sequence[bytes]], arrive: Arrive) -> Iterator
         while not stop.is_set():
             try:
                 bodies = receive()
-            except (mqstore.QueueEmpty, stdlib.Empty):
+            except mqstore.QueueEmpty:
                 continue
             for body in bodies:
                 arrive(body)
