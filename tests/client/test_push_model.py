@@ -66,7 +66,7 @@ class Fate:
     dragged: bool = False
     """True if a batch failed as a whole with this message: its number of attempts depends on the others."""
     letter: bool = False
-    """True if the handler has made it a dead letter."""
+    """True if its last call has made it a dead letter."""
 
 
 class Standard(RuleBasedStateMachine):
@@ -126,7 +126,7 @@ class Standard(RuleBasedStateMachine):
         if message.attempt <= fate.fails:
             fate.over = fate.letter = last
             raise Retry(2) if body % 2 else ValueError("again")
-        fate.over = True
+        fate.over, fate.letter = True, False
 
     def happen(self, inside: str) -> None:
         """Once, and not within what happens already."""
@@ -286,6 +286,7 @@ class Standard(RuleBasedStateMachine):
                 push.advance(1)
             if not sum(self.bench.store.lag("g").values()):
                 break
+        self.come_to_rest()
         self.nothing_is_wrong()
         letters = Counter(int(letter.body) for letter in self.bench.store.dead_letters("g"))
         assert not any(self.bench.store.lag("g").values())
@@ -293,11 +294,11 @@ class Standard(RuleBasedStateMachine):
         for body, fate in enumerate(self.fates):
             assert fate.over or fate.skipped or (fate.loose and letters[body]), f"{body} was lost"
             assert letters[body] <= 1 or (fate.loose and self.mode == "queue")
+            assert letters[body] >= fate.letter, f"{body} is no dead letter"
             if not fate.loose:
                 expected = 1 if fate.fails == REJECTS else min(fate.fails + 1, ATTEMPTS)
                 assert fate.dragged or fate.begun == expected
                 assert letters[body] == (fate.letter if fate.dragged else fate.fails in (REJECTS, ATTEMPTS))
-        self.come_to_rest()
         for push in list(self.living):
             self.stop(push)
         self.nothing_is_wrong()
@@ -362,7 +363,8 @@ class Owners(Standard):
         for push in self.living[:-1]:
             self.stop(push)
         [last] = self.living
-        last.advance(200)  # members that hang keep their locks for a minute
+        # Members that hang keep their locks for a minute, and a queue without a position counts for no lag.
+        last.advance(200)
         committed = {ref: at for ref, at in self.committed().items() if self.bench.broker.topics.get(ref.topic)}
         assert last.consumer.assignment() >= committed.keys()
         assert committed == {ref: self.bench.broker.max_offset(*ref) for ref in committed}
@@ -403,7 +405,7 @@ class Readers(Owners):
 
     @initialize(
         queues=st.integers(1, 3),
-        batch_size=st.sampled_from([1, 1, 3]),
+        batch_size=st.sampled_from([1, 3]),
         total=st.sampled_from([None, 1, 4, 7]),
         size=st.sampled_from([1, 700, 1 << 20]),
     )
@@ -429,7 +431,7 @@ class Readers(Owners):
         if not failures:
             return
         error = next((each for _, each in failures if isinstance(each, Reject)), failures[0][1])
-        if len(batch) > 1 and not isinstance(error, Reject) and int(failures[0][0].body) % 3:
+        if len(batch) > 1 and not isinstance(error, Reject) and int(failures[0][0].body) % 4 > 1:
             raise BatchFailure([message for message, _ in failures])
         for message in batch:
             fate = self.fates[int(message.body)]
@@ -449,7 +451,7 @@ class Readers(Owners):
 
     @rule(
         tag=st.sampled_from("aaab"),
-        fails=st.sampled_from([0, 0, 0, 1, 2, ATTEMPTS, REJECTS]),
+        fails=st.sampled_from([0, 0, 0, 1, 2, ATTEMPTS, REJECTS, REJECTS]),
         inside=st.sampled_from(["", "", "", "others run", "join", "leave", "time"]),
         count=st.integers(1, 9),
         padding=st.sampled_from([0, 0, 100, 500]),
