@@ -175,9 +175,8 @@ class Store(Closing, Sending):
 
     def _prepare(self) -> None:
         self._pid = os.getpid()
-        self._made: dict[str, WeakSet[Any]] = {
-            name: WeakSet() for name, each in vars(Store).items() if isinstance(each, _Maker)
-        }
+        makers = ("queue", "producer", "simple_consumer", "pull_consumer", "push_consumer")
+        self._made: dict[str, WeakSet[Any]] = {name: WeakSet() for name in makers}
         """Objects that the methods of these names have made."""
         self._servers: list[ServerThread] = []
 
