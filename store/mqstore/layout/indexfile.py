@@ -24,6 +24,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -280,13 +281,17 @@ def query_entries(buf: ReadableBuffer, slots: int, key_hash: int, begin_ms: int,
         return found
 
 
-def check_index(buf: ReadableBuffer, slots: int, entries: int) -> list[IndexProblem]:
+def check_index(
+    buf: ReadableBuffer, slots: int, entries: int, writing: AbstractContextManager[object] | None = None
+) -> list[IndexProblem]:
     """Return the faults of a whole index file, an empty list for a file that Java's engine or ours wrote.
 
     Checks the length, and the header against the entries that it counts. Each slot and entry must point to an older
     entry of the same slot. The first fault of each kind is reported, with their number.
 
-    Does not check the records that entries point to, or the header's two times, since clocks step back.
+    Does not check the records that entries point to, or the header's two times, since clocks step back. `writing` is
+    the lock of a thread that may put entries meanwhile. Held while header and slots are copied, since later entries
+    would change both; an entry that the header counts does not change.
     """
     with memoryview(buf) as view:
         length = view.nbytes
@@ -299,7 +304,8 @@ def check_index(buf: ReadableBuffer, slots: int, entries: int) -> list[IndexProb
     _check_length(view, slots, entries)
     slot_table = np.frombuffer(view, SLOT_DTYPE, slots, HEADER_BYTES)
     entry_table = np.frombuffer(view, entry_dtype(), entries, HEADER_BYTES + SLOT_BYTES * slots)
-    header = IndexHeader.decode(buf)
+    with writing or nullcontext():
+        header, head = IndexHeader.decode(buf), slot_table.astype(np.int64)
     if not 1 <= header.next_entry <= entries:
         # Without a valid count it is unknown which entries exist.
         detail = f"{header.next_entry} in a file of {entries} entries"
@@ -310,7 +316,6 @@ def check_index(buf: ReadableBuffer, slots: int, entries: int) -> list[IndexProb
     number = np.arange(1, header.next_entry)
     key_hash, previous = used["key_hash"].astype(np.int64), used["previous"].astype(np.int64)
     physical_offset = used["physical_offset"].astype(np.int64)
-    head = slot_table.astype(np.int64)
 
     def report(bad: np.NDArray[np.bool_], start: int, stride: int, field: str, values: np.NDArray[np.int64]) -> None:
         rows = np.flatnonzero(bad)

@@ -272,7 +272,7 @@ class Index:
             mapping = file.mapping
         except FileNotFoundError:
             return []
-        problems = check_index(mapping, self.slots, self.entries_per_file)
+        problems = check_index(mapping, self.slots, self.entries_per_file, self._lock)
         return [Finding("bad_index", f"index/{file.name}", at, 0, f"{field}: {text}") for at, field, text in problems]
 
     @property

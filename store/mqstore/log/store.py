@@ -405,6 +405,8 @@ class MessageStore(IteratingReader, Sending):
     def _verifier_until(self, until: int | None) -> Callable[..., Verifier]:
         from mqstore.log.recovery.verify import Verifier
 
+        # Without an end, reading a log that grows as fast would never end.
+        until = self._log.end if until is None else until
         self._dispatcher.catch_up()
         problems = [*self.parts.missing_in_front(), *self.parts.misplaced()]
         return partial(Verifier, self.parts, live=True, until=until, problems=problems)

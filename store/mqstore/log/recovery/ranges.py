@@ -128,14 +128,13 @@ def cut_ranges(run: SegmentRun, range_bytes: int, end: int) -> list[LogRange]:
         raise ConfigError(f"range_bytes must be at least 1, not {range_bytes}")
     ranges = []
     for segment in run.segments():
-        length = min(segment.length, segment.size, end - segment.start)
-        if length <= 0:
-            break
-        ranges += _cut(segment.start, length, range_bytes)
+        ranges += _cut(segment.start, min(segment.length, segment.size, end - segment.start), range_bytes)
     return ranges
 
 
 def _cut(base: int, length: int, range_bytes: int) -> list[LogRange]:
+    if length <= 0:
+        return []
     pieces = -(-length // range_bytes)
     edges = [length * i // pieces for i in range(pieces + 1)]
     return [LogRange(base, low, high) for low, high in pairwise(edges)]
@@ -242,7 +241,8 @@ class SegmentParts:
 class Stitcher:
     """Joins results so that they equal the events of a scan of the whole log.
     `read(range, start)` is called for ranges whose result is missing or does not fit. A record should begin at `start`.
-    None means where the first one verifies. `until_torn` describes `watermark`, `scan_log` describes `on_front`."""
+    None means where the first one verifies. Records from `until` on are not read. `until_torn` describes `watermark`,
+    `scan_log` describes `on_front`."""
 
     def __init__(
         self,
@@ -250,9 +250,11 @@ class Stitcher:
         results: Iterable[RangeResult],
         read: Callable[[LogRange, int | None], RangeResult | None],
         *,
+        until: int,
         watermark: Callable[[], int],
         on_front: OnFront,
     ) -> None:
+        self._until = until
         self.read_again_count = 0
         self._run, self._checksum = parts.log_files, parts.checksum
         self._check = read
@@ -324,7 +326,7 @@ class Stitcher:
 
     def _pieces_of(self, segment: Segment) -> Sequence[LogRange | RangeResult]:
         """Return the results of a segment, or ranges to read if the results do not cover it."""
-        length = min(segment.length, segment.size)
+        length = min(segment.length, segment.size, self._until - segment.start)
         found = self._by_base.get(segment.start, [])
         edges = [0, *(result.range.high for result in found)]
         if edges[-1] >= length and edges[:-1] == [result.range.low for result in found]:

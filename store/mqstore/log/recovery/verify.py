@@ -281,7 +281,9 @@ class Verifier:
 
     def stitcher(self, results: Iterable[RangeResult] = ()) -> Stitcher:
         """Return a `Stitcher` of `results`. It reads ranges whose result is missing or does not fit."""
-        return Stitcher(self._parts, results, self.check, watermark=self.torn_from, on_front=self.front_moved)
+        return Stitcher(
+            self._parts, results, self.check, until=self._until, watermark=self.torn_from, on_front=self.front_moved
+        )
 
     def _log(self, results: Iterable[RangeResult]) -> Iterator[Finding]:
         stitcher = self.stitcher(results)
