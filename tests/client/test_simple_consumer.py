@@ -510,6 +510,19 @@ def test_closing_the_store_ends_every_wait(tmp_path: Path, what: str) -> None:
     consumer.close()
 
 
+def test_closing_the_store_ends_a_call_that_is_about_to_wait(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not in the list of waits yet, and finds the store closed."""
+    consumer = store.simple_consumer("g", {"t": "*"})
+    add = store.broker.add_pop_waiter
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        store.close()
+        return add(*arguments, **options)
+
+    monkeypatch.setattr(store.broker, "add_pop_waiter", late)
+    assert consumer.receive(wait=math.inf) == []
+
+
 def test_received_message_can_be_settled_after_close(bench: Bench) -> None:
     consumer = bench.consumer()
     bench.put(b"a")

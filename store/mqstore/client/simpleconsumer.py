@@ -31,7 +31,7 @@ from mqstore.client.waits import Wait
 from mqstore.closing import Closing
 from mqstore.contract import BrokerContract, RetryPolicy, Start
 from mqstore.contract import Delivery as Popped
-from mqstore.errors import ConfigError, MQStoreError
+from mqstore.errors import ConfigError, MQStoreError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.options import Duration, check_whole, seconds
 from mqstore.signalsafe import Lock
@@ -180,6 +180,14 @@ class SimpleConsumer(Closing):
         return self._receive(max_messages, wait_s, visibility_s)
 
     def _receive(self, count: int, wait_s: float, visibility_s: float) -> list[Delivery]:
+        try:
+            return self._looked_for(count, wait_s, visibility_s)
+        except StoreClosedError:
+            if not self._source.closed:
+                raise
+            return []  # a call that was on its way to a server when the store closed this consumer and the connection
+
+    def _looked_for(self, count: int, wait_s: float, visibility_s: float) -> list[Delivery]:
         source, waits = self._source, self._source.waits
         end_s = time.monotonic() + wait_s
         ticket = waits.next_turn()
