@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,6 @@ from mqstore.errors import (
     StoreIOError,
     StoreLockedError,
 )
-from mqstore.layout.indexfile import IndexHeader
-from mqstore.log.store import MessageStore
 from tests.children import in_child, speaking_child
 from tests.faults import FaultyFileSystem
 from tests.holding import linux_only, open_files
@@ -218,38 +215,6 @@ def test_retention_beside_readers_and_writers_loses_nothing_that_is_kept(tmp_pat
         in_threads(write, clean, read, read)
         assert store.stats().bad_records == 0
         assert list(store.verify()) == []
-
-
-def test_check_of_a_store_ends_where_its_log_ended(tmp_path: Path) -> None:
-    """Otherwise it would never end beside a thread that puts as fast as it reads."""
-    with MessageStore(tmp_path, config=SMALL) as store:
-        put = 0
-        while put < 300:  # it ends within several segments
-            verifier = store.verifier()
-            store.put_many("orders", [bytes(200)] * 70)
-            assert (list(verifier.findings()), verifier.messages) == ([], put)
-            put += 70
-
-
-def test_index_entries_put_during_a_check_are_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Header and slots were read one after the other, and a slot then had an entry that the header did not count."""
-    decode = IndexHeader.decode
-
-    with MessageStore(tmp_path) as store:
-        store.put("orders", b"before", keys="k")
-        store.dispatch()
-
-        def decode_slowly(buf: Any) -> IndexHeader:
-            header = decode(buf)
-            if threading.current_thread() is threading.main_thread():
-                store.put("orders", b"since", keys="k")
-                time.sleep(0.05)
-            return header
-
-        with monkeypatch.context() as patch:
-            patch.setattr(IndexHeader, "decode", decode_slowly)
-            findings = list(store.verify())
-    assert not findings
 
 
 @linux_only

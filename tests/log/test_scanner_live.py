@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from mqstore import SimulatedClock, StoreConfig
 from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
+from mqstore.layout.indexfile import IndexHeader
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery import scanner
 from mqstore.log.recovery.scanner import Bad, End, Good, scan_log, scan_segment
@@ -64,6 +67,38 @@ def test_a_segment_begun_during_the_scan_is_no_damage(tmp_path: Path, monkeypatc
 
     assert not [event for event in events if isinstance(event, Bad)]
     assert sum(len(event.headers) for event in events if isinstance(event, Good)) == 200
+
+
+def test_check_of_a_store_ends_where_its_log_ended(tmp_path: Path) -> None:
+    """Otherwise it would never end beside a thread that puts as fast as it reads."""
+    with MessageStore(tmp_path, config=StoreConfig(segment_bytes=1 << 14)) as store:
+        put = 0
+        while put < 300:  # it ends within several segments
+            verifier = store.verifier()
+            store.put_many("orders", [bytes(200)] * 70)
+            assert (list(verifier.findings()), verifier.messages) == ([], put)
+            put += 70
+
+
+def test_index_entries_put_during_a_check_are_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Header and slots were read one after the other, and a slot then had an entry that the header did not count."""
+    decode = IndexHeader.decode
+
+    with MessageStore(tmp_path) as store:
+        store.put("orders", b"before", keys="k")
+        store.dispatch()
+
+        def decode_slowly(buf: Any) -> IndexHeader:
+            header = decode(buf)
+            if threading.current_thread() is threading.main_thread():
+                store.put("orders", b"since", keys="k")
+                time.sleep(0.05)
+            return header
+
+        with monkeypatch.context() as patch:
+            patch.setattr(IndexHeader, "decode", decode_slowly)
+            findings = list(store.verify())
+    assert not findings
 
 
 @pytest.mark.parametrize("stop", [1, 500, 3_000, 1 << 14])
