@@ -36,8 +36,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
-import numpy.typing as npt
-
+from mqstore import arrays as np
 from mqstore.broker.admin.metrics import WaitingRetries, measure
 from mqstore.broker.context import Parts, Tables, messages_of, open_tables
 from mqstore.broker.delay.levels import deliver_time_ms, due_counts, overdue_ms
@@ -175,9 +174,9 @@ class TimerView:
     """Number of messages by the hash of the topic that they wait for."""
     cancels: Counter[int] = field(default_factory=Counter)
     """Number of cancellations by the hash of the topic."""
-    due: list[npt.ArrayLike] = field(default_factory=list)
+    due: list[np.ArrayLike] = field(default_factory=list)
     """Due times of the messages (ms)."""
-    records: list[tuple[npt.ArrayLike, npt.ArrayLike]] = field(default_factory=list)
+    records: list[tuple[np.ArrayLike, np.ArrayLike]] = field(default_factory=list)
     """(hashes of topics, physical offsets) of the messages, in the order of the offsets."""
 
     def add(self, count: int, due_ms: int, physical_offset: int) -> None:

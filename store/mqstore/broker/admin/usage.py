@@ -32,8 +32,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-import numpy.typing as npt
-
 from mqstore import arrays as np
 from mqstore.broker.admin.inspect import front_of
 from mqstore.broker.context import kept_for_consumers, open_tables
@@ -277,7 +275,7 @@ class LogMap:
         self._whole = np.zeros(shape, np.int64)
         """Changes, from each cell to the next, of the number of records that fill the cell."""
 
-    def add(self, offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], consumed: int | None) -> None:
+    def add(self, offsets: np.NDArray[np.int64], sizes: np.NDArray[np.int64], consumed: int | None) -> None:
         """Add records. The first `consumed` of them are consumed, the others live. None: of a system topic."""
         parts = [(2, slice(None))] if consumed is None else [(0, slice(consumed)), (1, slice(consumed, None))]
         for kind, part in parts:
