@@ -93,6 +93,9 @@ def test_items_in_a_delay_level_are_shown(bench: Bench) -> None:
     bench.put("a", delay_level=3)
     bench.put("b")
     assert bench.shown() == bench.shown(limit=1) == ["a delayed 1", "b ready 1"]
+    for limit, shown in ((1, 1), (2, 2), (256, 2)):
+        page = bench.broker.items.page("t", "t", limit=limit)
+        assert (len(page.items), limit > 2) == (shown, page.after is None)  # one page for all places
     assert bench.broker.items.counts("t", "t")["delayed"] == 1
     assert [item.until_ms for item in bench.items("delayed")] == [bench.clock.now_ms() + 10_000]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from functools import partial
 from heapq import nsmallest
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from mqstore.broker.context import Tables, messages_of
@@ -212,15 +212,21 @@ class Items:
         sources = list(self._sources(group, topic, state))
         names = [source[:2] for source in sources]
         at, begin = (names.index(after[:2]), after[2]) if after is not None and after[:2] in names else (0, 0)
-        items, following = sources[at][2](begin, max(1, min(limit, PAGE))) if sources else ([], None)
-        size = 0
-        for i, (place, item) in enumerate(items):
-            size += item.message.size
-            if i and size > _PAGE_BYTES:
-                items, following = items[:i], place
-                break
-        last = (*names[at], following) if following is not None else (*names[at + 1], 0) if names[at + 1 :] else None
-        return ItemPage([item for _, item in items if state in (None, item.state)], last)
+        left, size, found = max(1, min(limit, PAGE)), 0, list[Item]()
+        for (topic, queue_id, read), start in zip(sources[at:], chain([begin], repeat(0)), strict=False):
+            if not left:
+                return ItemPage(found, (topic, queue_id, start))
+            items, following = read(start, left)
+            for place, item in items:
+                size += item.message.size
+                if found and size > _PAGE_BYTES:
+                    return ItemPage(found, (topic, queue_id, place))
+                if state in (None, item.state):
+                    found.append(item)
+            if following is not None:
+                return ItemPage(found, (topic, queue_id, following))
+            left -= len(items)
+        return ItemPage(found, None)
 
     def counts(self, group: str, topic: str) -> dict[State, int]:
         """Return the number of items in each state, from counters. Raises TopicNotFoundError."""
