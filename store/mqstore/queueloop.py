@@ -30,7 +30,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from mqstore.client.delivery import Task, release
@@ -124,7 +124,7 @@ class QueueRun(ABC):
         """Time at which the grace is over (`time.monotonic`)."""
         queue._broker.check_open()  # a store that is closed later ends the run
         self._began_s = time.monotonic()
-        self.context = replace(queue._context, told=self._settled)
+        self.context = queue._context._replace(told=self._settled)
         """Context of the leases of this run, which counts their outcomes."""
 
     # -- the end ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +165,7 @@ def test_retention_during_a_step_is_no_gap(store: Made, monkeypatch: pytest.Monk
             found = get(*arguments, **options)
             if not writer.min_offset:
                 assert writer.drop_before(receipts[800].physical_offset)
-                return replace(found, messages=found.messages[:7])
+                return found._replace(messages=found.messages[:7])
             return found
 
         monkeypatch.setattr(reader, "get", overtaken)

@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, Literal, Self
+from typing import Any, Generic, Literal, NamedTuple, Self
 
 from mqstore.broker.names import is_retry_topic, queue_name
 from mqstore.broker.redelivery.retry import origin_topic
@@ -92,8 +91,7 @@ _UNREAD: Any = object()
 Verb = Literal["ack", "nack", "reject", "release"]
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseContext:
+class LeaseContext(NamedTuple):
     """State that the leases of a consumer share."""
 
     broker: BrokerContract

@@ -377,7 +377,7 @@ def _log_pieces(
         low = max(start, base)
         for found in _events(store, base, low, min(stop, base + size), policy):
             if isinstance(found, Bad):
-                yield from _no_record(store, replace(found, start=max(found.start, low)), policy)
+                yield from _no_record(store, found._replace(start=max(found.start, low)), policy)
                 continue
             headers, chosen = found.headers, _listed(found, wanted_from)
             numbers = (headers.queue_offset, headers.physical_offset, headers.size.astype(np.int64))

@@ -9,11 +9,11 @@ import itertools
 import mmap
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar, cast
 
 from mqstore.clock import Clock
 from mqstore.errors import ConfigError, CorruptStoreError, MQStoreError, NotAStoreError, UnsupportedStoreError
@@ -83,8 +83,7 @@ _LATER = {
 """Numbers that a file of an earlier version may lack: their default, minimum and maximum."""
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(NamedTuple):
     """Properties that a store keeps from its creation on. Sizes are in bytes."""
 
     profile: Profile
@@ -103,7 +102,7 @@ class Manifest:
     """True if the directory is already a store, False if it is about to become one."""
     has_file: bool
     """True if the store has, or will have, `mqstore.json`. A Java broker's directory never has it."""
-    unknown: dict[str, Any] = field(default_factory=dict)
+    unknown: Mapping[str, Any] = MappingProxyType({})
     """Keys that a newer program wrote, kept when the file is written."""
     problems: tuple[str, ...] = ()
     derived: str = ""
@@ -217,7 +216,7 @@ def derived(root: Path, fs: FileSystem = REAL) -> tuple[Manifest, str]:
         value = load_json(root / MANIFEST, writer=False, fs=fs, root=root).value
     profile: Profile = "rocketmq" if checksum_found(root, fs) == "crc32-body" else "mqstore"
     kept = kept_of(value)
-    found = replace(sizes_found(root, profile, fs=fs), has_file=True, **kept)
+    found = sizes_found(root, profile, fs=fs)._replace(has_file=True, **kept)
     lost = [name for name in ("delay_levels", "group_hash", "max_message_size") if name not in kept]
     defaults = f"; {' and '.join(lost)} start from defaults" if lost else ""
     return found, (
@@ -421,7 +420,7 @@ def resolve(
             if not derive or not segment_names(root / "commitlog", fs):
                 raise
             found, sentence = derived(root, fs)
-            found = replace(found, derived=f"{error}. Reading uses the values that its files show: {sentence}")
+            found = found._replace(derived=f"{error}. Reading uses the values that its files show: {sentence}")
     elif names - NOT_YET:
         some = ", ".join(sorted(names - NOT_YET)[:5])
         raise NotAStoreError(f"{root} is not a store: it contains {some}, but neither {MANIFEST} nor commitlog/")
@@ -470,7 +469,7 @@ def _agree(found: Manifest, root: Path, profile: Profile | None, config: StoreCo
             raise ConfigError(f"{option}={asked}: {root} was created with {is_}, which cannot be changed")
     options = {"delay_levels": config.delay_levels, "max_message_size": config.max_message_size}
     new: dict[str, Any] = {k: v for k, v in options.items() if v is not None and v != getattr(found, k)}
-    return replace(found, **new, is_changed=True) if new else found
+    return found._replace(**new, is_changed=True) if new else found
 
 
 def save(manifest: Manifest, root: Path, fs: FileSystem) -> None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -237,8 +236,8 @@ def _settings(head: dict[str, Any], a: Any, b: Any) -> Iterator[dict[str, Any]]:
     if a is None or b is None:
         yield from _unequal({**head, "field": "exists"}, a is not None, b is not None)
         return
-    for each in (each for each in fields(a) if each.name not in _OWN):
-        yield from _unequal({**head, "field": each.name}, getattr(a, each.name), getattr(b, each.name))
+    for name in (name for name in type(a).__annotations__ if name not in _OWN):
+        yield from _unequal({**head, "field": name}, getattr(a, name), getattr(b, name))
 
 
 def _plain(value: object) -> object:

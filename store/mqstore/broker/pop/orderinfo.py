@@ -26,13 +26,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.batch import Batch, is_visible
-from mqstore.broker.tables.configfile import member, object_member
+from mqstore.broker.tables.configfile import NOTHING, member, object_member
 from mqstore.signalsafe import Lock
 
 BATCH_MAX: Final = 63
@@ -65,8 +66,7 @@ class BlockedQueue:
     """Error text of the last failure, at most 300 characters. Empty if there was none."""
 
 
-@dataclass(frozen=True, slots=True)
-class OrderInfo:
+class OrderInfo(NamedTuple):
     """One batch of one queue. Offsets are absolute here. The file stores distances from the first.
 
     >>> record = OrderInfo((0, 1, 2), 1_000_000, 60_000, 1_000_000).acknowledged([1])
@@ -93,9 +93,9 @@ class OrderInfo:
     """Visible times by offset, if they were changed after the pop."""
     released: int = 0
     """Bit i: `offsets[i]` was released unseen, so its next delivery is not a redelivery."""
-    suspended: dict[int, BlockedQueue] = field(default_factory=dict)
+    suspended: Mapping[int, BlockedQueue] = MappingProxyType({})
     """Messages that have failed and are not settled, by offset."""
-    unknown: dict[str, Any] = field(default_factory=dict)
+    unknown: Mapping[str, Any] = NOTHING
     """Unknown members of the file's entry, which are kept on rewriting (delivery#tables)."""
 
     # --- contents --------------------------------------------------------------------------------------------------
@@ -166,27 +166,27 @@ class OrderInfo:
     def followed_by(self, batch: OrderInfo) -> OrderInfo:
         """Return the record of the batch that is popped next, with what this one knows of its messages."""
         failed = {offset: self.suspended[offset] for offset in batch.offsets if offset in self.suspended}
-        return replace(batch, counts=self.redelivered(batch.attempt_id, batch.offsets), suspended=failed)
+        return batch._replace(counts=self.redelivered(batch.attempt_id, batch.offsets), suspended=failed)
 
     def acknowledged(self, offsets: Iterable[int]) -> OrderInfo:
         suspended = {offset: each for offset, each in self.suspended.items() if offset not in offsets}
-        return replace(self, acked=self.acked | self._bits(offsets), suspended=suspended)
+        return self._replace(acked=self.acked | self._bits(offsets), suspended=suspended)
 
     def moved(self, offsets: Iterable[int], visible_ms: int) -> OrderInfo:
         """Return the record with these messages visible at another time."""
-        return replace(self, visible_ms={**(self.visible_ms or {}), **dict.fromkeys(offsets, visible_ms)})
+        return self._replace(visible_ms={**(self.visible_ms or {}), **dict.fromkeys(offsets, visible_ms)})
 
     def given_back(self, offsets: Iterable[int], visible_ms: int) -> OrderInfo:
         """Return the record with these messages released unseen (delivery#pop-log).
         They are visible at that time, and their next delivery has the same attempt number."""
-        return replace(self.moved(offsets, visible_ms), released=self.released | self._bits(offsets))
+        return self.moved(offsets, visible_ms)._replace(released=self.released | self._bits(offsets))
 
     def failed(self, offset: int, attempt: int, now_ms: int, error: str) -> OrderInfo:
         """Return the record with a failed attempt, for operators."""
         before = self.suspended.get(offset)
         since_ms = now_ms if before is None else before.since_ms
-        return replace(
-            self, suspended={**self.suspended, offset: BlockedQueue(offset, attempt, since_ms, error[:ERROR_CHARS])}
+        return self._replace(
+            suspended={**self.suspended, offset: BlockedQueue(offset, attempt, since_ms, error[:ERROR_CHARS])}
         )
 
     def before(self, end: int) -> OrderInfo:
@@ -197,8 +197,7 @@ class OrderInfo:
         def kept(numbers: Mapping[int, int] | None) -> dict[int, int] | None:
             return None if numbers is None else {offset: n for offset, n in numbers.items() if offset < end}
 
-        return replace(
-            self,
+        return self._replace(
             offsets=self.offsets[:count],
             counts=kept(self.counts),
             visible_ms=kept(self.visible_ms),

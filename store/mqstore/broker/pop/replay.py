@@ -23,7 +23,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from mqstore.broker.names import POP_LOG_KEY, RETRY_PREFIX, QueueKey, is_retry_topic
@@ -399,7 +398,7 @@ class Replay:
                 tables.open(state)
             # The offset table is newer than the file, so offsets before its committed offset are acknowledged.
             settled = sum(1 << i for i, offset in enumerate(known.offsets) if offset < state.cursor)
-            record = replace(known, acked=known.acked | settled)
+            record = known._replace(acked=known.acked | settled)
             self._orders.put(key, record)
             if state.fifo is None and record.unacked():
                 OrderedQueues(tables).rewrite(state)

@@ -30,7 +30,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,8 +69,7 @@ CreateTopics = Callable[[Mapping[str, int]], None]
 Its errors about a name or a number are faults of the bundle."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bundle:
+class Bundle(NamedTuple):
     """Content of a `bundle.json`."""
 
     folder: Path
@@ -154,8 +153,7 @@ def queues_of(entry: Entered | None) -> int:
     return _QUEUES_MAX if entry is None else max(entry.read_queues, entry.write_queues)
 
 
-@dataclass(frozen=True, slots=True)
-class InboxState:
+class InboxState(NamedTuple):
     """Names of waiting bundles, of refused bundles, and of batches that jobs have staged but not committed."""
 
     waiting: tuple[str, ...]
@@ -383,7 +381,7 @@ class BulkAppender:
                     create_topics({topic: queues})
                 except (InvalidMessageError, ConfigError, NotPermittedError) as error:
                     _log.error("%s: topic %r of a bundle cannot be created (%s)", self._root, topic, error)
-            self.txn.save(replace(self.txn.state, create={}))
+            self.txn.save(self.txn.state._replace(create={}))
 
         with self.lock:
             self.create_topics = create_topics

@@ -20,7 +20,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -47,8 +46,7 @@ _NUMBERS = ("records", "bytes", "crc32c", "largest")
 """Members of `shard.json`, and fields of `Shard`, that are numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(NamedTuple):
     """Limits of the store for a record."""
 
     profile: Profile
@@ -90,8 +88,7 @@ def by_queue(window: Window) -> Groups:
     return Groups(keys, number[codes].astype(kind), counts[present])
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(NamedTuple):
     """Content of a `shard.json`. `queues` has the number of records of each queue."""
 
     folder: Path

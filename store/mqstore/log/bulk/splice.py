@@ -31,8 +31,8 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from mqstore import arrays as np
 from mqstore.errors import ConfigError, FlushFailedError, FormatError, StoreClosedError
@@ -77,8 +77,7 @@ Progress = Callable[[int, int], None]
 """Function called with (bytes done, total bytes). Every byte counts twice: checked and copied."""
 
 
-@dataclass(frozen=True, slots=True)
-class SpliceResult:
+class SpliceResult(NamedTuple):
     """Result of a bulk append. With `already`, this or a later version was appended before, and nothing was done.
 
     `first_offset` and `end_offset` are physical. `offsets` has (start, stop) for each queue that got records.
@@ -129,7 +128,7 @@ class Splicer:
         self._stop()
         if version <= self.txn.state.version_of(app):
             return SpliceResult(True, self._log.end, self._log.end, 0, {})
-        limits = replace(self._limits, max_body_bytes=self._limits.segment_bytes) if accepted else self._limits
+        limits = self._limits._replace(max_body_bytes=self._limits.segment_bytes) if accepted else self._limits
         found = [Shard.load(Path(shard), limits, self._fs) for shard in shards]
         if not remembered and not any(shard.records for shard in found):
             return SpliceResult(False, self._log.end, self._log.end, 0, {})
@@ -188,11 +187,11 @@ class Splicer:
                 numbers = {key: queue.next_offset for key, queue in queues.items()}
                 stamp_ms = self._clock.now_ms()
                 intent = Intent(app, version, start, stamp_ms)
-                cleared = replace(before, intent=None)
+                cleared = before._replace(intent=None)
                 recorded = cleared.recorded(app, version, stamp_ms, create) if remembered else cleared
                 try:
                     if queues:
-                        self.txn.save(replace(before, intent=intent))
+                        self.txn.save(before._replace(intent=intent))
                     copied, stops = self._copy(shards, start, numbers, stamp_ms, add)
                     if queues:
                         self._syncs.sync_beyond(copied)
@@ -471,8 +470,7 @@ class _Sink:
 # -- undoing -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Undone:
+class Undone(NamedTuple):
     """Result of `undo`. The log was, or would be, cut at `start`. If `start` is None, it was not."""
 
     start: int | None
@@ -531,16 +529,16 @@ def undo(txn: TxnFile, run: SegmentWriter, checksum: Checksum, flushed: int | No
         return nothing
     why = doubt(intent, run, checksum, flushed, from_backup=bool(txn.problems))
     if why:
-        txn.save(replace(txn.state, intent=None))
+        txn.save(txn.state._replace(intent=None))
         detail = (
             f"an intent to append version {intent.version} of {intent.app!r} from {intent.start} on is ignored: "
             f"{why}; its records, if any, stay, and repeating the bulk append may duplicate them"
         )
-        return replace(nothing, findings=[Finding("unfinished_splice", TXN_FILE, 0, 0, detail)])
+        return nothing._replace(findings=[Finding("unfinished_splice", TXN_FILE, 0, 0, detail)])
     total, cuts = _remains(run, intent)
     finding = _describe(intent, run, total)
     _log.warning("%s: %s at %d: %s", finding.kind, finding.file, finding.position, finding.detail)
     run.own(intent.start)
     _cut_back(run, intent.start)
-    txn.save(replace(txn.state, intent=None))
+    txn.save(txn.state._replace(intent=None))
     return Undone(intent.start, [finding], cuts)

@@ -26,10 +26,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from mqstore.errors import CorruptStoreError, UnsupportedStoreError
 from mqstore.files.filesystem import FILE_MODE, FileSystem
@@ -52,8 +52,7 @@ def is_app(app: object) -> bool:
     return isinstance(app, str) and 1 <= len(app.encode("utf-8", "surrogatepass")) <= _APP_BYTES_MAX
 
 
-@dataclass(frozen=True, slots=True)
-class Intent:
+class Intent(NamedTuple):
     """Unfinished bulk append. `start` is a physical offset."""
 
     app: str
@@ -71,14 +70,13 @@ class Intent:
         return cls(app, version, start, stamp_ms)
 
 
-@dataclass(frozen=True, slots=True)
-class TxnState:
+class TxnState(NamedTuple):
     """Content of the file. `apps` has (version, time of last use) by application."""
 
-    apps: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    apps: Mapping[str, tuple[int, int]] = MappingProxyType({})
     intent: Intent | None = None
-    create: Mapping[str, int] = field(default_factory=dict)
-    unknown: Mapping[str, Any] = field(default_factory=dict)
+    create: Mapping[str, int] = MappingProxyType({})
+    unknown: Mapping[str, Any] = MappingProxyType({})
     """Members that a newer program wrote, kept when the file is written."""
 
     def version_of(self, app: str) -> int:
@@ -98,7 +96,7 @@ class TxnState:
         wanted = {**self.create}
         for topic, queues in create.items():
             wanted[topic] = max(queues, wanted.get(topic, 0))
-        return replace(self, apps=apps, intent=None, create=wanted)
+        return self._replace(apps=apps, intent=None, create=wanted)
 
     def as_json(self) -> dict[str, Any]:
         value: dict[str, Any] = {**self.unknown, "version": _SCHEMA}
@@ -106,7 +104,7 @@ class TxnState:
         if self.create:
             value["create"] = dict(self.create)
         if self.intent is not None:
-            value["intent"] = asdict(self.intent)
+            value["intent"] = self.intent._asdict()
         return value
 
     @classmethod

@@ -13,10 +13,9 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from mqstore import arrays as np
 from mqstore.clock import SYSTEM_CLOCK
@@ -74,8 +73,7 @@ _ROCKSDB_TABLES = ("topics", "subscriptionGroups", "consumerOffsets", "metadata"
 _TOPICS_SHOWN = 8
 
 
-@dataclass(frozen=True, slots=True)
-class GetResult:
+class GetResult(NamedTuple):
     """Result of a read. Continue at `next_offset`. Bounds are as of the read (format#reads).
 
     >>> import mqstore, tempfile

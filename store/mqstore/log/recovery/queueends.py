@@ -20,9 +20,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from mqstore.errors import CorruptStoreError, FormatError
 from mqstore.files.filesystem import FileSystem
@@ -38,8 +37,7 @@ _PROGRESS: Final = Path("config", "consumerOffset.json")
 _DELAYS: Final = Path("config", "delayOffset.json")
 
 
-@dataclass(frozen=True, slots=True)
-class QueueEnds:
+class QueueEnds(NamedTuple):
     """Queue ends by (topic, queue id), and the physical offset at which the log ended."""
 
     ends: Mapping[tuple[str, int], int]

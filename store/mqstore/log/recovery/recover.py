@@ -30,6 +30,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from mqstore import arrays as np
 from mqstore.files.segment import LoadProblem, place_in_file
@@ -64,8 +65,7 @@ Progress = Callable[[int, int], None]
 """Function called from time to time with (bytes done, total bytes)."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecoverOptions:
+class RecoverOptions(NamedTuple):
     """Options of `mqstore recover` beyond those of an opening."""
 
     full: bool = False

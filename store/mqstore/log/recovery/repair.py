@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from mqstore.clock import SYSTEM_CLOCK
@@ -48,7 +47,7 @@ def recover_store(
     Surplus bytes of a segment become a missing segment, or are moved to `cut/`. Damage that stays in the log becomes
     known damage (`recovery/known_damage.py`). The report's `known` lists the findings that were known before.
     """
-    options = replace(options, full=True)
+    options = options._replace(full=True)
     root = Path(resolved(path))
     if options.dry_run:
         refuse_beside_writer(root, fs)  # a record being written cannot be checked
@@ -131,5 +130,5 @@ def _rebuild_manifest(root: Path, *, dry_run: bool, fs: FileSystem) -> list[str]
     if not dry_run:
         set_aside_json(root / manifests.MANIFEST, fs=fs)
         store_id = found.store_id or secrets.token_hex(16)
-        manifests.save(replace(found, store_id=store_id, created_ms=SYSTEM_CLOCK.now_ms()), root, fs)
+        manifests.save(found._replace(store_id=store_id, created_ms=SYSTEM_CLOCK.now_ms()), root, fs)
     return [f"{manifests.MANIFEST} is written again: {sentence}"]

@@ -17,9 +17,8 @@ from __future__ import annotations
 import mmap
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from mqstore import arrays as np
 from mqstore.files.segment import Segment
@@ -39,8 +38,7 @@ _MOST_MET = 16 << 20
 _CLOSE_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Good:
+class Good(NamedTuple):
     """Consecutive records in one segment. `headers.positions` count from its physical start, `base`."""
 
     segment: Segment
@@ -51,8 +49,7 @@ class Good:
     """Physical offset after the last record."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bad:
+class Bad(NamedTuple):
     """[start, end) has no record that verifies, but a record begins at `end`."""
 
     kind: Literal["bad_record", "missing_segment", "segment_size"]
@@ -61,8 +58,7 @@ class Bad:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(NamedTuple):
     """Position after the last record of the log. `detail` describes the next bytes: "" for zeros or no bytes."""
 
     position: int

@@ -179,7 +179,7 @@ class Original:
         if pending is not None and TXN_FILE in small:
             # The log of the copy ends where the bulk append started, so there is nothing to undo.
             state = TxnState.from_json(decode_json(small[TXN_FILE]))
-            small[TXN_FILE] = encode_json(replace(state, intent=None).as_json())
+            small[TXN_FILE] = encode_json(state._replace(intent=None).as_json())
         if (noted := decode(self._read("checkpoint") or b"").log_start) is not None:
             # The log start must match the listing: retention saves it before it deletes segments.
             small["checkpoint"] = encode(replace(decode(small.get("checkpoint", b"")), log_start=noted)).ljust(
