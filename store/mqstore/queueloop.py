@@ -7,6 +7,8 @@
 A loop survives a failing item, a full disk and a lost connection. Handlers that still run when it is over keep their
 threads, because Python cannot end them. Their results no longer count.
 
+The loops are coroutines, also for threads: there each awaited call blocks its thread, so nothing is ever suspended.
+
 A rate lets at most one item start in each interval, for all items or for each key:
 
     an item comes ---- its key is free within 0.25 s ----> its start is reserved, the caller holds it until then
@@ -26,9 +28,8 @@ import logging
 import math
 import re
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -54,7 +55,7 @@ LOOK_S: Final = 0.5
 _END_S: Final = 0.2
 """Time for loops that are in no handler to end."""
 _WORKERS_MAX: Final = 100_000
-ENDED: Final = (QueueShutDown, StoreClosedError)
+_ENDED: Final = (QueueShutDown, StoreClosedError)
 """Errors of `get` that end a loop."""
 HOLD_MS: Final = 250
 """Longest time that an item of a limited key is held. Later ones are given back."""
@@ -84,8 +85,22 @@ class RunSummary:
         return f"{counts}, {self.released} released in {self.seconds:.1f} s"
 
 
-class QueueRun(ABC):
-    """State of one run, for threads and for `mqstore.aio`: rate, leases, counts, the end. Thread-safe."""
+class QueueRun:
+    """One run, for threads and for `mqstore.aio`: its loops, rate, leases, counts, and end. Thread-safe."""
+
+    _begin: Callable[[], object]
+    """Start `loop` for each worker, and call `renew` every `renew_s` seconds."""
+    wake: Callable[[], object]
+    """End `_wait(seconds)`. Signal handlers call this, and any thread."""
+    _wait: Callable[[float], Awaitable[object]]
+    _end_waits: Callable[[], object]
+    """End each `_next()`, which returns the next task, and `_pause(seconds)`, which returns True if halted."""
+    _next: Callable[[], Awaitable[Any]]
+    _pause: Callable[[float], Awaitable[bool]]
+    _call: Callable[[Any], Awaitable[object]]
+    """Call the handler with a task."""
+    _end: Callable[[], Awaitable[object]]
+    """End the loops, and call `release_rest`."""
 
     def __init__(
         self,
@@ -118,6 +133,12 @@ class QueueRun(ABC):
         self._leased: dict[Task[Any], Held | int] = {}
         """Tasks in handlers: when the lease expires (monotonic ms), or how it is renewed, once `renew` has seen it."""
         self._over = False
+        self._loops = self.workers
+        """Number of loops that have not ended."""
+        self._halted = Gate()
+        """Open when nothing more is taken."""
+        self._left: BaseException | None = None
+        """Error that `run` raises at its end: SystemExit of a handler, or a cancellation."""
         self._stopping = False
         self._interrupted = False
         self._end_s = math.inf
@@ -127,15 +148,61 @@ class QueueRun(ABC):
         self.context = queue._context._replace(told=self._settled)
         """Context of the leases of this run, which counts their outcomes."""
 
+    # -- the loops --------------------------------------------------------------------------------------------------
+
+    async def go(self) -> RunSummary:
+        with at_signals(self.stop, self.interrupt):
+            try:
+                self.queue._runs.add(self.wake)
+                self._begin()
+                while self._loops and (left_s := self._left_s()) > 0:
+                    await self._wait(min(left_s, LOOK_S))
+            finally:
+                self.queue._runs.discard(self.wake)
+                self.halt()
+                await self._end()
+        summary = self._summary()
+        if self._left is not None:
+            raise self._left
+        return summary
+
+    async def loop(self) -> None:
+        try:
+            while not self.is_halted():
+                try:
+                    task = await self._next()
+                except _ENDED:
+                    break
+                except MQStoreError as error:
+                    self.queue._log.say(
+                        logging.ERROR, "the next item could not be read", at=self.queue._topic, error=error
+                    )
+                    await self._pause(PAUSE_S)
+                    continue
+                with self._leasing(task.sync):
+                    async with task:
+                        wait_s, parked = self._wait_s(task.sync)
+                        if parked:
+                            await task.release(delay=wait_s)
+                        elif self.is_halted() or (wait_s and await self._pause(wait_s)):
+                            await task.release()
+                        else:
+                            await self._call(task)
+        finally:
+            with self._lock:
+                self._loops -= 1
+            self.wake()
+
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    @abstractmethod
-    def wake(self) -> object:
-        """Have `left_s` called. Signal handlers call this, and any thread."""
+    def is_halted(self) -> bool:
+        return self._halted.is_open
 
-    @abstractmethod
     def halt(self) -> None:
         """Take nothing more."""
+        if not self.is_halted():
+            self._halted.open()
+            self._end_waits()
 
     def stop(self) -> None:
         self._stopping = True
@@ -146,7 +213,7 @@ class QueueRun(ABC):
         self._interrupted, self._end_s = True, -math.inf
         self.wake()
 
-    def left_s(self) -> float:
+    def _left_s(self) -> float:
         """Return the time until the grace is over, which begins now if the end was asked for."""
         now_s, shut = time.monotonic(), self.queue._shut
         if self._stopping or shut:
@@ -167,7 +234,7 @@ class QueueRun(ABC):
             what = "queue %s: the handlers of %d items did not end in time; the items were released"
             _log.error(what, self.queue.name, len(rest))
 
-    def summary(self) -> RunSummary:
+    def _summary(self) -> RunSummary:
         """Log and return the summary. Raises KeyboardInterrupt after a second signal."""
         counts = self._counts
         failed, released = counts[None] + counts["nack"] - counts["dead"], counts["release"] - counts["parked"]
@@ -187,7 +254,7 @@ class QueueRun(ABC):
         self.queue._settled(task, outcome)
 
     @contextmanager
-    def leased(self, task: Task[Any]) -> Iterator[None]:
+    def _leasing(self, task: Task[Any]) -> Iterator[None]:
         """Renew the lease of `task` in the block. Log an error that ends the block, and count it."""
         task._context = self.context
         self._leased[task] = self.clock.monotonic_ms() + self._visibility_ms
@@ -205,7 +272,7 @@ class QueueRun(ABC):
             if isinstance(held, Held):
                 self._renewer.remove(held, [task._delivery.message])
 
-    def wait_s(self, task: Task[Any]) -> tuple[float, bool]:
+    def _wait_s(self, task: Task[Any]) -> tuple[float, bool]:
         """Return the time to wait before `task` is handled, and True if it must be given back for that time."""
         if self._limit is None:
             return 0.0, False
@@ -216,10 +283,6 @@ class QueueRun(ABC):
             with self._lock:
                 self._counts["parked"] += 1
         return wait_ms / 1000, parked
-
-    def failed(self, error: MQStoreError) -> None:
-        """Report that the queue could not be read. The loop tries again after `PAUSE_S`."""
-        self.queue._log.say(logging.ERROR, "the next item could not be read", at=self.queue._topic, error=error)
 
     def renew(self) -> None:
         """Renew the leases that are due. Few handlers are still running when this is called the first time."""
@@ -240,40 +303,29 @@ class ThreadRun(QueueRun):
         self._handler = handler
         self._threads = Workers(f"mqstore-{queue.name}", self.clock, self.workers, self._exit, threads=True)
         self._bell = Bell()
-        self._halted = Gate()
-        """Open when nothing more is taken."""
-        self._left: BaseException | None = None
-        """SystemExit or KeyboardInterrupt that a handler raised."""
-        self._loops = self.workers
-        """Number of loops that have not ended."""
 
     def run(self) -> RunSummary:
-        with at_signals(self.stop, self.interrupt):
-            try:
-                self.queue._runs.add(self.wake)
-                self._threads.start()
-                self._threads.later(0, self._renew)
-                for _ in range(self.workers):
-                    self._threads.submit(self._loop)
-                while self._loops and (left_s := self.left_s()) > 0:
-                    self._bell.wait(min(left_s, LOOK_S))
-            finally:
-                self.queue._runs.discard(self.wake)
-                self.halt()
-                self._threads.stop(_END_S)
-                self.release_rest()
-        summary = self.summary()
-        if self._left is not None:
-            raise self._left
+        summary: RunSummary = _now(self.go())
         return summary
 
     def wake(self) -> None:
         self._bell.ring()
 
-    def halt(self) -> None:
-        if not self._halted.is_open:
-            self._halted.open()
-            self.queue._waits.ring()
+    def _begin(self) -> None:
+        self._threads.start()
+        self._threads.later(0, self._renew)
+        for _ in range(self.workers):
+            self._threads.submit(self._loop)
+
+    async def _wait(self, wait_s: float) -> None:
+        self._bell.wait(wait_s)
+
+    def _end_waits(self) -> None:
+        self.queue._waits.ring()
+
+    async def _end(self) -> None:
+        self._threads.stop(_END_S)
+        self.release_rest()
 
     def _exit(self, error: BaseException) -> None:
         _log.error("queue %s: a handler raised %r, so the run stops", self.queue.name, error)
@@ -287,40 +339,46 @@ class ThreadRun(QueueRun):
     # -- on the threads ---------------------------------------------------------------------------------------------
 
     def _loop(self, worker: Worker) -> None:
-        worker.is_cancelled = lambda: self._halted.is_open
-        try:
-            while not self._halted.is_open:
-                try:
-                    task = self._next()
-                except ENDED:
-                    break
-                except MQStoreError as error:
-                    self.failed(error)
-                    self._halted.wait(PAUSE_S)
-                    continue
-                with self.leased(task), task:
-                    self._handle(task)
-        finally:
-            with self._lock:
-                self._loops -= 1
-            self.wake()
+        worker.is_cancelled = self.is_halted
+        _now(self.loop())
 
-    def _next(self) -> Task[Any]:
+    async def _next(self) -> _Blocking:
         queue = self.queue
         task = queue._get_at_once()
         if task is None:
             [delivery] = queue._take(1, True, None, None, stop=self._halted)
             task = Task(self.context, delivery, queue._codec)
-        return task
+        return _Blocking(task)
 
-    def _handle(self, task: Task[Any]) -> None:
-        wait_s, parked = self.wait_s(task)
-        if parked:
-            task.release(delay=wait_s)
-        elif self._halted.is_open or (wait_s and self._halted.wait(wait_s)):
-            release([task])
-        else:
-            check_has_run(self._handler(task))
+    async def _pause(self, wait_s: float) -> bool:
+        return self._halted.wait(wait_s)
+
+    async def _call(self, task: _Blocking) -> None:
+        check_has_run(self._handler(task.sync))
+
+
+class _Blocking:
+    """A task as those of `mqstore.aio`, for a coroutine that blocks."""
+
+    def __init__(self, task: Task[Any]) -> None:
+        self.sync = task
+
+    async def release(self, delay: float = 0) -> None:
+        self.sync.release(delay)
+
+    async def __aenter__(self) -> None: ...
+
+    async def __aexit__(self, *error: Any) -> bool:
+        return self.sync.__exit__(*error)
+
+
+def _now(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Return the result of a coroutine that blocks instead of being suspended."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("it was suspended")
 
 
 def interval_ms(rate: str) -> float:

@@ -149,8 +149,7 @@ def test_item_that_the_codec_refuses_is_a_failed_attempt(run: Any, tmp_path: Pat
 
 
 def test_loops_survive_a_queue_that_fails(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("mqstore.queueloop", "mqstore.aio.queueloop"):
-        monkeypatch.setattr(f"{module}.PAUSE_S", 0)
+    monkeypatch.setattr("mqstore.queueloop.PAUSE_S", 0)
 
     def body(queue: mqstore.Queue) -> None:
         busy = mqstore.errors.StoreBusyError("busy")
@@ -509,7 +508,7 @@ def test_handler_cancelled_by_something_else_has_failed(tmp_path: Path) -> None:
 def test_item_of_a_coroutine_that_cannot_be_cancelled_is_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("mqstore.aio.queueloop._CANCEL_S", 0.05)
+    monkeypatch.setattr("mqstore.aio.queue._CANCEL_S", 0.05)
 
     async def main() -> RunSummary:
         async with aio.open(tmp_path / "store") as store, store.queue("jobs", codec=mqstore.TEXT) as queue:

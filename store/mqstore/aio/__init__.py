@@ -22,8 +22,7 @@ the engine, which waits by callback. So a thousand waiting coroutines need no th
 
 from __future__ import annotations
 
-from mqstore.aio.consumers import PullConsumer, SimpleConsumer
-from mqstore.aio.lease import DeadLetters, Delivery, Task
+from mqstore.aio.consumers import DeadLetters, Delivery, PullConsumer, SimpleConsumer, Task
 from mqstore.aio.producer import Producer, Transaction
 from mqstore.aio.pushconsumer import Handler, PushConsumer, cancelled
 from mqstore.aio.queue import Queue, get_any

@@ -3,10 +3,10 @@
     called     a coroutine: runs on the store's thread, by `LoopThread.call` or another method of that class
     paged      an asynchronous iterator: the store's thread reads it page by page
     made       an object, made on the store's thread: `await` it, or enter it by `async with`
+    like       written out, because it is called on the loop or waits by callback
     Value      a property
 
-Names, parameters and docstrings are those of the synchronous method. A method that is called on the loop, or waits by
-callback, is written out in its class.
+Names, parameters and docstrings are those of the synchronous method.
 """
 
 from __future__ import annotations
@@ -14,18 +14,13 @@ from __future__ import annotations
 import inspect
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from functools import partial, wraps
 from itertools import islice
 from typing import Any, Concatenate, Generic, Never, ParamSpec, Self, TypeVar, cast
 
 from mqstore.aio.loop_thread import LoopThread, owned
 from mqstore.options import Duration, seconds
-
-__all__ = [
-    *("Closable", "Made", "Pages", "AsyncBase", "Value"),
-    *("called", "limit", "made", "paged", "takes"),
-]
 
 _PAGE = 64
 
@@ -83,8 +78,8 @@ class Pages(AsyncIterator[T]):
 
     def __init__(self, bridge: LoopThread, begin: Callable[[], Iterator[T]]) -> None:
         self._bridge = bridge
-        self._begin = begin
-        self._items: Iterator[T] | None = None
+        self._begin: Callable[[], Iterator[T]] | None = begin
+        self._items: Iterator[T] = iter(())
         self._page: deque[T] = deque()
         """Items that were read, by cancelled steps too."""
 
@@ -100,8 +95,8 @@ class Pages(AsyncIterator[T]):
 
     def _read(self) -> None:
         """Read a page, on the thread."""
-        if self._items is None:
-            self._items = self._begin()
+        if self._begin is not None:
+            self._items, self._begin = self._begin(), None
         try:
             self._page.extend(islice(self._items, _PAGE))
         except Exception as error:
@@ -139,8 +134,7 @@ def called(
     async def call(self: Any, /, *args: P.args, **options: P.kwargs) -> T:
         return await way(self._bridge, _work(self, method, args, options))
 
-    doc = (inspect.getdoc(method) or "").partition(">>>")[0].rstrip()
-    call.__doc__ = f"{doc}\n\n{way.__doc__}"
+    call.__doc__ = _doc(method, way)
     return call
 
 
@@ -163,26 +157,36 @@ def made(method: Callable[Concatenate[Any, P], Any], twin: Callable[..., T]) -> 
         def make() -> T:
             return twin(self._bridge, getattr(self.sync, method.__name__)(*args, **options))
 
-        return Made(partial(self._bridge.call, make, _leave))
+        return Made(partial(self._bridge.call, make, lambda made: made.sync.__exit__(None, None, None)))
 
     return call
 
 
 def takes(sync: Callable[P, object]) -> Callable[[Callable[..., T]], Callable[P, T]]:
-    """Give a function the parameters of `sync`."""
+    """Give a function the parameters of `sync`, and its docstring in front of the function's."""
 
     def decorate(function: Callable[..., T]) -> Callable[P, T]:
         function.__signature__ = inspect.signature(sync)  # type: ignore[attr-defined]
+        function.__doc__ = _doc(sync, function)
         return function
 
     return decorate
 
 
-def _leave(made: Any) -> None:
-    made.sync.__exit__(None, None, None)
+def like(
+    method: Callable[Concatenate[Any, P], object],
+) -> Callable[[Callable[..., T]], Callable[Concatenate[Any, P], T]]:
+    """Decorate a method as `takes` does."""
+    return takes(method)
 
 
-def _work(twin: AsyncBase[Any], method: Any, args: Iterable[Any], options: Mapping[str, Any]) -> Callable[[], Any]:
+def _doc(method: Any, other: Any) -> str:
+    """Return the docstring of a synchronous method without its example, followed by that of `other`."""
+    text = (inspect.getdoc(method) or "").partition(">>>")[0].rstrip()
+    return f"{text}\n\n{inspect.getdoc(other) or ''}".rstrip()
+
+
+def _work(twin: AsyncBase[Any], method: Any, args: Any, options: Any) -> Callable[[], Any]:
     """Return the call. Arguments are copied, so that the caller may change them while it waits."""
     given = {name: owned(value) for name, value in options.items()}
     return partial(getattr(twin.sync, method.__name__), *map(owned, args), **given)

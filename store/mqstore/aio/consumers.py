@@ -1,4 +1,8 @@
-"""Consumers that are asked for messages, with coroutines (clients#simple, clients#pull-consumer).
+"""Leases and dead letters with coroutines, and consumers that are asked for messages (clients#simple,
+clients#pull-consumer).
+
+    ack, clean end of a block    on the loop, if no lock and no disk has to be waited for; else on the store's thread
+    other verbs, other ends      on the store's thread
 
 A poll of a pull consumer means that the caller is done with the messages of earlier polls. By default the synchronous
 consumer knows its caller by the thread. Here the store's thread makes all calls, and the caller is a task of the loop.
@@ -7,15 +11,17 @@ So the messages that one task polled are not taken for done if another task clos
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, Generic, Self, TypeVar
 
-from mqstore.aio.base import Closable, Value, called, limit
-from mqstore.aio.lease import Delivery
+from mqstore import contract
+from mqstore.aio.base import AsyncBase, Closable, Value, called, like, limit, paged
 from mqstore.aio.loop_thread import LoopThread
-from mqstore.client import simpleconsumer
+from mqstore.client import delivery, simpleconsumer
+from mqstore.client.codecs import T
 from mqstore.client.delivery import release
 from mqstore.client.pull import consumer as pullconsumer
 from mqstore.errors import MQStoreError, StoreClosedError
@@ -23,24 +29,114 @@ from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.options import Duration
 
-S = TypeVar("S", simpleconsumer.SimpleConsumer, pullconsumer.PullConsumer)
-T = TypeVar("T")
+L = TypeVar("L", bound=delivery.Lease)
+R = TypeVar("R")
+S = TypeVar("S", covariant=True)
 
 
-class _Consumer(Closable[S]):
-    """Consumer that is asked for messages."""
+class Lease(AsyncBase[L]):
+    """A delivery that has to be settled. No verb can be cancelled half way: CancelledError is raised when it has
+    ended."""
 
+    __slots__ = ()
+
+    message = Value[Message]()
+    attempt = Value[int]()
+    expires_at = Value[float]()
+    settled = Value[bool]()
+    nack = called(delivery.Lease.nack, LoopThread.finish)
+    extend = called(delivery.Lease.extend, LoopThread.finish)
+    reject = called(delivery.Lease.reject, LoopThread.finish)
+    release = called(delivery.Lease.release, LoopThread.finish)
+    progress = called(delivery.Lease.progress, LoopThread.finish)
+
+    @like(delivery.Lease.ack)
+    async def ack(self) -> None:
+        """If cancelled, that is raised when it has ended."""
+        self._bridge.check()
+        if not self.sync._ack_at_once():
+            await self._bridge.finish(self.sync.ack)
+        elif self._bridge.is_turn_over():
+            await asyncio.sleep(0)
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        if error is None:
+            if not self.sync.settled:
+                await self.ack()
+            return False
+        leave = partial(self.sync.__exit__, kind, error, traceback)
+        # A generator that is being closed cannot wait.
+        return leave() if isinstance(error, GeneratorExit) else await self._bridge.finish(leave)
+
+
+class Task(Lease[delivery.Task[T]], Generic[T]):
+    """`mqstore.Task` with coroutines, for `async with task:`.
+    If the block is cancelled, the item is released at once, and the attempt does not count."""
+
+    __slots__ = ()
+
+    value = Value[T]()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+
+class Delivery(Lease[delivery.Delivery]):
+    """`mqstore.Delivery` with coroutines, for `async with delivery as message:`.
+    If the block is cancelled, it is released unseen."""
+
+    __slots__ = ()
+
+    receipt = Value[str]()
+    received_at = Value[float]()
+
+    async def __aenter__(self) -> Message:
+        return self.sync.message
+
+
+class DeadLetters(AsyncBase[contract.DeadLetters]):
+    """`mqstore.engine.DeadLetters` with coroutines: list, replay and purge the dead letters of a group."""
+
+    group = Value[str]()
+    topic = Value[str]()
+    select = paged(contract.DeadLetters.select)
+    replay = called(contract.DeadLetters.replay)
+    purge = called(contract.DeadLetters.purge)
+    count = called(contract.DeadLetters.__len__)
+    __aiter__ = paged(contract.DeadLetters.__iter__)
+
+    async def bounds(self) -> tuple[int, int]:
+        """Return the offsets of the first letter and of the next one to come."""
+        return await self._bridge.call(lambda: self.sync.bounds)
+
+
+class Receiver(Closable[S]):
+    """Object that is asked for messages."""
+
+    async def _look(
+        self, look: Callable[[], list[R] | None], timeout_s: float | None, undo: Callable[[list[R]], object]
+    ) -> list[R]:
+        """Return the messages that `look` finds within `timeout_s`."""
+        return await self._bridge.look(look, self._park, timeout_s=timeout_s, undo=undo) or []
+
+    def _park(self, again: Callable[[], object]) -> Callable[[], object]:
+        sync: Any = self.sync
+        cancel: Callable[[], object] = sync._when_ready(again).cancel
+        return cancel
+
+
+class _Consumer(Receiver[S]):
     group = Value[str]()
     client_id = Value[str]()
     closed = Value[bool]()
 
     async def _received(
-        self, receive: Callable[[], list[T]], wait_s: float | None, undo: Callable[[list[T]], object]
-    ) -> list[T]:
+        self, receive: Callable[[], list[R]], wait_s: float | None, undo: Callable[[list[R]], object]
+    ) -> list[R]:
         """Return the messages that `receive` finds within `wait_s`, or nothing if the consumer is closed meanwhile."""
         was_closed = self.closed
 
-        def look() -> list[T] | None:
+        def look() -> list[R] | None:
             try:
                 return receive() or ([] if self.closed else None)
             except StoreClosedError:
@@ -48,30 +144,13 @@ class _Consumer(Closable[S]):
                     raise
                 return []
 
-        return await self._bridge.look(look, self._park, timeout_s=wait_s, undo=undo) or []
-
-    def _park(self, again: Callable[[], object]) -> Callable[[], object]:
-        return self.sync._when_ready(again).cancel
+        return await self._look(look, wait_s, undo)
 
 
 class SimpleConsumer(_Consumer[simpleconsumer.SimpleConsumer]):
-    """Simple consumer with coroutines, made by `Store.simple_consumer`.
+    """`mqstore.SimpleConsumer` with coroutines, made by `Store.simple_consumer`.
     A `receive` that is cancelled, at any time, has received nothing. Interceptors are called on the loop and on the
-    store's thread.
-
-    >>> import asyncio, mqstore.aio, tempfile
-    >>> async def main(folder):
-    ...     async with mqstore.aio.open(folder) as store:
-    ...         await store.put("mail", b"hello")
-    ...         async with store.simple_consumer("mailer", {"mail": "*"}) as consumer:
-    ...             async for delivery in consumer:
-    ...                 async with delivery as message:
-    ...                     print(message.text(), message.attempt)
-    ...                 break
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     asyncio.run(main(folder))
-    hello 1
-    """
+    store's thread."""
 
     ordered = Value[bool]()
     subscriptions = Value[dict[str, str]]()
@@ -80,43 +159,26 @@ class SimpleConsumer(_Consumer[simpleconsumer.SimpleConsumer]):
     pending = called(simpleconsumer.SimpleConsumer.pending)
     close = called(simpleconsumer.SimpleConsumer.close, LoopThread.finish)
 
-    async def receive(
-        self, max_messages: int = 1, *, wait: Duration = 20, visibility: Duration | None = None
-    ) -> list[Delivery]:
-        """Receive as `mqstore.SimpleConsumer.receive`.
-        If cancelled, it has received nothing, and another receiver is called."""
-        receive = partial(self.sync.receive, max_messages, wait=0, visibility=visibility)
-        found = await self._received(receive, limit(wait), undo=release)
-        return [Delivery(self._bridge, each) for each in found]
+    @like(simpleconsumer.SimpleConsumer.receive)
+    async def receive(self, max_messages: int = 1, *, wait: Duration = 20, **options: Any) -> list[Delivery]:
+        """If cancelled, it has received nothing, and another receiver is called."""
+        receive = partial(self.sync.receive, max_messages, wait=0, **options)
+        return [Delivery(self._bridge, each) for each in await self._received(receive, limit(wait), undo=release)]
 
     def __aiter__(self) -> SimpleConsumer:
         """Yield deliveries one at a time, waiting for ever, until the consumer is closed."""
         return self
 
     async def __anext__(self) -> Delivery:
-        for delivery in [] if self.closed else await self.receive(wait=math.inf):
-            return delivery
+        for found in [] if self.closed else await self.receive(wait=math.inf):
+            return found
         raise StopAsyncIteration
 
 
 class PullConsumer(_Consumer[pullconsumer.PullConsumer]):
-    """Pull consumer with coroutines, made by `Store.pull_consumer`.
+    """`mqstore.PullConsumer` with coroutines, made by `Store.pull_consumer`.
     A `poll` that is cancelled, at any time, has returned nothing, and the next one begins at the same message.
-    `on_assign`, `on_revoke` and interceptors are plain functions, called on the store's thread.
-
-    >>> import asyncio, mqstore.aio, tempfile
-    >>> async def main(folder):
-    ...     async with mqstore.aio.open(folder) as store:
-    ...         receipt = await store.put("orders", b"a")
-    ...         async with store.pull_consumer("billing") as consumer:
-    ...             await consumer.subscribe("orders")
-    ...             print([message.body for message in await consumer.poll()])
-    ...         print(await store.committed("billing", receipt.queue))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     asyncio.run(main(folder))
-    [b'a']
-    1
-    """
+    `on_assign`, `on_revoke` and interceptors are plain functions, called on the store's thread."""
 
     subscribe = called(pullconsumer.PullConsumer.subscribe)
     unsubscribe = called(pullconsumer.PullConsumer.unsubscribe)
@@ -136,8 +198,9 @@ class PullConsumer(_Consumer[pullconsumer.PullConsumer]):
         super().__init__(bridge, sync)
         self.sync.caller = bridge.caller
 
+    @like(pullconsumer.PullConsumer.poll)
     async def poll(self, timeout: Duration | None = 5.0, max_messages: int | None = None) -> list[Message]:
-        """Return messages as `mqstore.PullConsumer.poll` does. If cancelled, it has returned nothing."""
+        """If cancelled, it has returned nothing."""
         return await self._received(partial(self.sync.poll, 0, max_messages), limit(timeout), undo=self._unread)
 
     def __aiter__(self) -> PullConsumer:

@@ -12,32 +12,19 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import Unpack
+from typing import Any
 
-from mqstore.aio.base import Closable, Value, called
+from mqstore.aio.base import Closable, Value, called, like
 from mqstore.aio.loop_thread import LoopThread, owned, size_of
 from mqstore.client.send import producer, transaction
-from mqstore.client.send.preparing import Selector
-from mqstore.contract import SendOptions
 from mqstore.errors import SendError, StoreIOError
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.writing.outgoing import Body
 
 
 class Transaction(Closable[transaction.Transaction]):
-    """Transaction with coroutines: messages become visible when its `async with` block ends well.
-    The end of the block is not cancelled. A cancellation is raised after it.
-
-    >>> import asyncio, mqstore, tempfile
-    >>> async def main(folder):
-    ...     async with mqstore.aio.open(folder) as store, store.producer() as producer:
-    ...         async with producer.transaction() as tx:
-    ...             await tx.send("orders", b"paid", queue_id=0)
-    ...         return [message.body for message in await store.read("orders", 0, 0)]
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     asyncio.run(main(folder))
-    [b'paid']
-    """
+    """`mqstore.Transaction` with coroutines: messages become visible when its `async with` block ends well.
+    The end of the block is not cancelled. A cancellation is raised after it."""
 
     receipts = Value[list[SendReceipt | None]]()
     send = called(transaction.Transaction.send)
@@ -48,18 +35,8 @@ class Transaction(Closable[transaction.Transaction]):
 
 
 class Producer(Closable[producer.Producer]):
-    """Producer with coroutines, made by `Store.producer`.
-    Interceptors, selector and checker are plain functions, called on the loop and on other threads.
-
-    >>> import mqstore.aio, tempfile
-    >>> async def main(folder):
-    ...     async with mqstore.aio.open(folder) as store, store.producer(durability="flush") as producer:
-    ...         futures = [await producer.submit("metrics", b"%d" % i, queue_id=0) for i in range(3)]
-    ...         return [receipt.offset for receipt in await asyncio.gather(*futures)]
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     asyncio.run(main(folder))
-    [0, 1, 2]
-    """
+    """`mqstore.Producer` with coroutines, made by `Store.producer`.
+    Interceptors, selector and checker are plain functions, called on the loop and on other threads."""
 
     group = Value[str]()
     closed = Value[bool]()
@@ -82,31 +59,15 @@ class Producer(Closable[producer.Producer]):
         self._line = asyncio.Lock()
         """Line of the callers that submit."""
 
-    async def send(
-        self,
-        topic: str,
-        body: Body,
-        *,
-        queue_id: int | None = None,
-        selector: Selector | None = None,
-        **options: Unpack[SendOptions],
-    ) -> SendReceipt:
-        """Store a message as `mqstore.Producer.send` does, in the order of the calls.
-        If cancelled, it is stored whole or not at all."""
-        return await (await self.submit(topic, body, queue_id=queue_id, selector=selector, **options))
+    @like(producer.Producer.send)
+    async def send(self, topic: str, body: Body, **options: Any) -> SendReceipt:
+        """Messages are stored in the order of the calls. If cancelled, it is stored whole or not at all."""
+        return await (await self.submit(topic, body, **options))
 
-    async def submit(
-        self,
-        topic: str,
-        body: Body,
-        *,
-        queue_id: int | None = None,
-        selector: Selector | None = None,
-        **options: Unpack[SendOptions],
-    ) -> asyncio.Future[SendReceipt]:
-        """Wait for room, hand the message over, and return the future of its receipt.
-        It works as `mqstore.Producer.submit`. A message whose future is cancelled in time is not stored. A message that
-        needs no sync is usually stored on return."""
+    @like(producer.Producer.submit)
+    async def submit(self, topic: str, body: Body, **options: Any) -> asyncio.Future[SendReceipt]:
+        """It waits for room on the loop, and returns a future of asyncio. A message whose future is cancelled in time
+        is not stored. A message that needs no sync is usually stored on return."""
         self._bridge.check()
         size = size_of(body)
         durability = options.get("durability")
@@ -114,7 +75,7 @@ class Producer(Closable[producer.Producer]):
         if not (flushes or self._held or self._line.locked()) and self._bridge.here(topic, size):
             stored: asyncio.Future[SendReceipt] = self._bridge.loop.create_future()
             try:
-                stored.set_result(self.sync.send(topic, body, queue_id=queue_id, selector=selector, **options))
+                stored.set_result(self.sync.send(topic, body, **options))
             except (SendError, StoreIOError) as error:  # errors of the engine come with the future
                 stored.set_exception(error)
             if self._bridge.is_turn_over():
@@ -127,7 +88,7 @@ class Producer(Closable[producer.Producer]):
             self._bridge.check()
             here = self._bridge.here(topic, size)
             body = body if here else owned(body)
-            submit = partial(self.sync.submit, topic, body, queue_id=queue_id, selector=selector, **options)
+            submit = partial(self.sync.submit, topic, body, **options)
             mine = asyncio.wrap_future(submit() if here else await self._bridge.in_order(submit))
             self._held[mine] = size
             self._held_bytes += size
@@ -137,8 +98,8 @@ class Producer(Closable[producer.Producer]):
     def _stored(self, mine: asyncio.Future[SendReceipt]) -> None:
         self._held_bytes -= self._held.pop(mine)
 
-    def transaction(self, *, check: bool = False) -> Transaction:
-        """Return a transaction for `async with`, as `mqstore.Producer.transaction` does.
-        A cancelled block is rolled back."""
+    @like(producer.Producer.transaction)
+    def transaction(self, **options: Any) -> Transaction:
+        """A cancelled block is rolled back."""
         self._bridge.check()
-        return Transaction(self._bridge, self.sync.transaction(check=check))
+        return Transaction(self._bridge, self.sync.transaction(**options))

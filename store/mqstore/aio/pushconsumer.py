@@ -51,11 +51,7 @@ _worker: contextvars.ContextVar[workers.Worker | None] = contextvars.ContextVar(
 
 
 def cancelled() -> bool:
-    """Return the value of `mqstore.cancelled`, inside a handler that is a coroutine.
-
-    >>> cancelled()
-    False
-    """
+    """Return the value of `mqstore.cancelled`, inside a handler that is a coroutine."""
     worker = _worker.get()
     return worker is not None and worker.cancelled()
 
@@ -145,24 +141,7 @@ class _Run(workers.Awaited):
 
 class PushConsumer(Closable[pushconsumer.PushConsumer]):
     """Push consumer with coroutines as handlers, run as tasks of the loop, at most `workers` at a time.
-    Made by `Store.push_consumer`. Interceptors and `on_error` are plain functions, called on other threads.
-
-    >>> import mqstore.aio, tempfile
-    >>> async def main(folder):
-    ...     done = asyncio.Event()
-    ...     async with mqstore.aio.open(folder) as store:
-    ...         consumer = await store.push_consumer("billing", workers=1)
-    ...         @consumer.subscribe("orders")
-    ...         async def handle(message):
-    ...             print(message.text())
-    ...             done.set()
-    ...         async with consumer:
-    ...             await store.put("orders", b"hello")
-    ...             await done.wait()
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     asyncio.run(main(folder))
-    hello
-    """
+    Made by `Store.push_consumer`. Interceptors and `on_error` are plain functions, called on other threads."""
 
     group = Value[str]()
     client_id = Value[str]()

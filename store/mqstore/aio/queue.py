@@ -3,7 +3,8 @@
     put      on the loop: a few microseconds. On the store's thread: large items, and queues with `maxsize`
     get      on the loop, if the item was prefetched and no lock is held. Else it looks on the store's thread, and
              waits at the queue's callback door
-    settle   see `lease.py`
+    run      each worker is a task of the loop. A halt cancels those that wait for an item or for their rate. After the
+             grace all are cancelled, and a cancelled handler's item is released
 
 Callers that wait for room queue up, and only the first looks. It looks when an item is settled, and every 0.25 s,
 since other consumers and time settle items too.
@@ -12,50 +13,40 @@ since other consumers and time settle items too.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, Unpack
+from typing import Any, Final, Generic, Self, TypeVar, Unpack
 from weakref import WeakKeyDictionary
 
 from mqstore import queue
-from mqstore.aio.base import Closable, Value, called, limit, paged
-from mqstore.aio.lease import DeadLetters, Task
+from mqstore.aio.base import Value, called, like, limit, paged
+from mqstore.aio.consumers import DeadLetters, Receiver, Task
 from mqstore.aio.loop_thread import LoopThread
 from mqstore.client.codecs import T
 from mqstore.client.delivery import Task as SyncTask
 from mqstore.client.delivery import release
 from mqstore.client.itemoptions import BLOCKING, ItemOptions, send_options
-from mqstore.errors import QueueEmpty, QueueFull, QueueShutDown
+from mqstore.client.push.handlers import check_has_run
+from mqstore.errors import QueueEmpty, QueueFull, QueueShutDown, StoreClosedError
 from mqstore.getany import AnyOf, queues_of
 from mqstore.log.commitlog import SendReceipt
 from mqstore.options import Duration
-
-if TYPE_CHECKING:
-    from mqstore.queueloop import RunSummary
+from mqstore.queueloop import QueueRun, RunSummary
 
 _LOOK_S = 0.25
+_CANCEL_S: Final = 5.0
+"""Time for cancelled handlers of `run` to end."""
 
 R = TypeVar("R")
 
 
-class Queue(Closable[queue.Queue[T]], Generic[T]):
-    """Persistent queue with coroutines, made by `Store.queue`.
+class Queue(Receiver[queue.Queue[T]], Generic[T]):
+    """`mqstore.Queue` with coroutines, made by `Store.queue`.
     An `await queue.get()` that is cancelled, at any time, has taken nothing. A cancelled `put` has stored the item or
-    has not.
-
-    >>> import mqstore, mqstore.aio, tempfile
-    >>> async def main(folder):
-    ...     async with mqstore.aio.open(folder) as store, store.queue("jobs", codec=mqstore.JSON) as jobs:
-    ...         receipt = await jobs.put({"page": 7})
-    ...         async with await jobs.get() as task:
-    ...             print(task.value, task.attempt)
-    ...         print(await jobs.empty())
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     asyncio.run(main(folder))
-    {'page': 7} 1
-    True
-    """
+    has not."""
 
     name = Value[str]()
     qsize = called(queue.Queue.qsize)
@@ -115,8 +106,8 @@ class Queue(Closable[queue.Queue[T]], Generic[T]):
         """Return the result of `look`, repeated when an item was settled."""
         return await self._bridge.look(look, self.sync._when_changed, timeout_s=timeout_s, every_s=_LOOK_S)
 
+    @like(queue.Queue.put_nowait)
     async def put_nowait(self, item: T, **options: Unpack[ItemOptions]) -> SendReceipt:
-        """Put as `mqstore.Queue.put_nowait`."""
         return await self.put(item, block=False, **options)
 
     # -- out --------------------------------------------------------------------------------------------------------
@@ -130,7 +121,7 @@ class Queue(Closable[queue.Queue[T]], Generic[T]):
         done: Sequence[Task[T]] = (),
     ) -> Task[T]:
         """Get as `mqstore.Queue.get`. If cancelled, it has taken nothing, and another receiver is called. Tasks that
-        are `done` are acknowledged first, each in a call."""
+        are `done` are acknowledged each in a call."""
         wait_s = limit(timeout) if block else 0
         for each in done:
             await each.ack()
@@ -139,38 +130,31 @@ class Queue(Closable[queue.Queue[T]], Generic[T]):
             await asyncio.sleep(0)  # before the get: a caller that is cancelled here has taken nothing
         # Released items go first.
         task = None if self._bridge.taking_back else self.sync._get_at_once(visibility)
-        if task is not None:
-            return self._taken(task)
+        if task is None:
 
-        def look() -> list[SyncTask[T]] | None:
-            try:
-                return [self.sync.get(False, visibility=visibility)]
-            except QueueEmpty:
+            def look() -> list[SyncTask[T]] | None:
+                with suppress(QueueEmpty):
+                    return [self.sync.get(False, visibility=visibility)]
                 return None
 
-        found = await self._look(look, wait_s)
-        if not found:
-            raise QueueEmpty(f"nothing to get from queue {self.name!r}")
-        return found[0]
+            found = await self._look(look, wait_s, release)
+            if not found:
+                raise QueueEmpty(f"nothing to get from queue {self.name!r}")
+            task = found[0]
+        return self._taken(task)
 
+    @like(queue.Queue.get_nowait)
     async def get_nowait(self) -> Task[T]:
-        """Get as `mqstore.Queue.get_nowait`."""
         return await self.get(block=False)
 
     async def get_many(
         self, max_items: int, timeout: Duration | None = 0, *, done: Sequence[Task[T]] = ()
     ) -> list[Task[T]]:
-        """Get as `mqstore.Queue.get_many`. Tasks that are `done` are acknowledged first, each in a call."""
+        """Get as `mqstore.Queue.get_many`. Tasks that are `done` are acknowledged each in a call."""
         for each in done:
             await each.ack()
-        return await self._look(lambda: self.sync.get_many(max_items, 0) or None, limit(timeout))
-
-    async def _look(self, look: Callable[[], list[SyncTask[T]] | None], timeout_s: float | None) -> list[Task[T]]:
-        found = await self._bridge.look(look, self._park, timeout_s=timeout_s, undo=release)
-        return [self._taken(each) for each in found or ()]
-
-    def _park(self, again: Callable[[], object]) -> Callable[[], object]:
-        return self.sync._when_ready(again).cancel
+        found = await self._look(lambda: self.sync.get_many(max_items, 0) or None, limit(timeout), release)
+        return [self._taken(each) for each in found]
 
     def _taken(self, found: SyncTask[T]) -> Task[T]:
         task = Task(self._bridge, found)
@@ -201,9 +185,8 @@ class Queue(Closable[queue.Queue[T]], Generic[T]):
         """Handle items as `mqstore.Queue.run`, by `workers` tasks of the loop that await `handler(task)`.
         A plain function is called on the loop. If cancelled, it stops as after a signal, and raises that at its end. A
         second cancellation ends it at once. After the grace the handlers are cancelled."""
-        from mqstore.aio.queueloop import LoopRun
-
-        return await LoopRun(self, handler, workers, rate, rate_per, grace).run()
+        self._bridge.check()
+        return await _Run(self, handler, workers, rate, rate_per, grace).go()
 
     # -- done -------------------------------------------------------------------------------------------------------
 
@@ -236,18 +219,7 @@ class Queue(Closable[queue.Queue[T]], Generic[T]):
 
 async def get_any(queues: Iterable[Queue[T]], timeout: Duration | None = None) -> Task[T]:
     """Return the next item of the first of `queues` that has one, as `mqstore.get_any`.
-    If cancelled, it has taken nothing.
-
-    >>> import mqstore.aio, tempfile
-    >>> async def main(folder):
-    ...     async with mqstore.aio.open(folder) as store, store.queue("high") as high, store.queue("low") as low:
-    ...         await low.put(b"newsletter")
-    ...         await high.put(b"password reset")
-    ...         return [(await mqstore.aio.get_any([high, low], timeout=1)).value for _ in range(2)]
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     asyncio.run(main(folder))
-    [b'password reset', b'newsletter']
-    """
+    If cancelled, it has taken nothing."""
     twins = {twin.sync: twin for twin in queues_of(queues, Queue)}
     every: AnyOf[T] = AnyOf(list(twins))
     for twin in twins.values():
@@ -258,3 +230,80 @@ async def get_any(queues: Iterable[Queue[T]], timeout: Duration | None = None) -
         raise every.empty()
     queue, task = found
     return twins[queue]._taken(task)
+
+
+class _Run(QueueRun):
+    """Run with coroutines. Made on the event loop."""
+
+    def __init__(self, twin: Queue[Any], handler: Callable[[Task[Any]], object], *options: Any) -> None:
+        super().__init__(twin.sync, handler, *options, coroutines=True)
+        self._twin = twin
+        self._bridge = twin._bridge
+        self._handler = handler
+        self._woken = asyncio.Event()
+        self._idle: set[asyncio.Task[None] | None] = set()
+        """Loops that wait for an item or for their rate."""
+
+    def _begin(self) -> None:
+        calls = self._renew(), *(self.loop() for _ in range(self.workers))
+        self._tasks = [asyncio.create_task(each, name=f"run of {self.queue.name}") for each in calls]
+
+    async def _renew(self) -> None:
+        with suppress(StoreClosedError):
+            while True:
+                await asyncio.sleep(self.renew_s)
+                await self._bridge.call(self.renew)
+
+    def wake(self) -> None:
+        self._bridge.post(self._woken.set)
+
+    async def _wait(self, wait_s: float) -> None:
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._woken.wait()
+        except TimeoutError:
+            pass
+        except asyncio.CancelledError as error:
+            if self._left is not None or self._stopping:
+                raise
+            self._left, self._stopping = error, True
+        self._woken.clear()
+
+    def _end_waits(self) -> None:
+        for loop in self._idle:
+            if loop is not None:
+                loop.cancel()
+
+    async def _end(self) -> None:
+        for each in self._tasks:
+            each.cancel()
+        await asyncio.wait(self._tasks, timeout=_CANCEL_S)
+        await self._bridge.finish(self.release_rest)
+
+    async def _until_halted(self, awaited: Any) -> Any:
+        me = asyncio.current_task()
+        self._idle.add(me)
+        try:
+            return await awaited
+        finally:
+            self._idle.discard(me)
+
+    async def _next(self) -> Task[Any]:
+        task: Task[Any] = await self._until_halted(self._twin.get())
+        return task
+
+    async def _pause(self, wait_s: float) -> bool:
+        await self._until_halted(asyncio.sleep(wait_s))
+        return False
+
+    async def _call(self, task: Task[Any]) -> None:
+        result = self._handler(task)
+        if inspect.isawaitable(result):
+            try:
+                result = await result
+            except asyncio.CancelledError:
+                current = asyncio.current_task()
+                if current is None or current.cancelling():
+                    raise
+                raise RuntimeError("the handler was cancelled") from None
+        check_has_run(result)

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import mqstore
 from mqstore import store as sync
 from mqstore.aio.base import Closable, Made, Pages, Value, called, made, paged, takes
-from mqstore.aio.consumers import PullConsumer, SimpleConsumer
-from mqstore.aio.lease import DeadLetters
+from mqstore.aio.consumers import DeadLetters, PullConsumer, SimpleConsumer
 from mqstore.aio.loop_thread import LoopThread, uncancelled
 from mqstore.aio.producer import Producer
 from mqstore.aio.pushconsumer import PushConsumer
@@ -93,18 +92,7 @@ def _opened(name: str, make: Callable[[], sync.Store]) -> Made[Store]:
 class Store(Closable[sync.Store]):
     """Store with coroutines: the same names, arguments, results and errors as `mqstore.Store`.
     Opened by `mqstore.aio.open`. `async with` closes it. Calls from another loop than its own raise RuntimeError.
-    Any thread may use `sync`.
-
-    >>> import mqstore.aio, tempfile
-    >>> async def main(folder):
-    ...     async with mqstore.aio.open(folder) as store:
-    ...         receipt = await store.put("orders", b"hello", keys="o-1")
-    ...         async for message in store.iter("orders"):
-    ...             print(message.body, message.keys)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     asyncio.run(main(folder))
-    b'hello' ('o-1',)
-    """
+    Any thread may use `sync`."""
 
     path = Value[Path]()
     mode = Value[str]()
