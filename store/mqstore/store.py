@@ -35,6 +35,7 @@ from mqstore.errors import ConfigError, OffsetOutOfRangeError, ReadOnlyStoreErro
 from mqstore.files.lock import refusal_to_reader
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
+from mqstore.log.reading.iteration import AtEnd, Begin
 from mqstore.log.reading.reader import to_ms
 from mqstore.log.recovery.report import Finding, RecoveryReport
 from mqstore.log.stats import StoreStats
@@ -55,7 +56,6 @@ _log = logging.getLogger("mqstore")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_LOOK_S = 0.02
 _EXIT_S = 5.0
 """Time that handlers have at the end of the process."""
 
@@ -332,18 +332,20 @@ class Store(Closing, Sending):
         With `follow` it waits for more, for ever. Unreadable messages are skipped, and each damaged file is logged once
         at level ERROR.
         """
+        parts = self._in_parts(topic, queue_id, start, stop, follow, tags)
+        return chain.from_iterable(self.log.waiting(topic, queue_id, parts))
 
-        def messages(start: Literal["earliest", "latest"] | datetime | int) -> Iterator[Iterator[Message]]:
-            while self._is_empty(topic, queue_id):
-                if not follow:
-                    return
-                self.log.check_open()
-                time.sleep(_LOOK_S)
-                if start == "latest":
-                    start = "earliest"  # all later messages are new
-            yield self.log.iter(topic, queue_id, start=start, stop=stop, follow=follow, tags=tags)
-
-        return chain.from_iterable(messages(start))
+    def _in_parts(
+        self, topic: str, queue_id: int | None, start: Begin, stop: int | None, follow: bool, tags: str | None
+    ) -> Iterator[Iterable[Message]]:
+        """Yield the messages of `iter` in parts, and an `AtEnd` for each wait, for `mqstore.aio`, too."""
+        while self._is_empty(topic, queue_id):
+            if not follow:
+                return
+            yield AtEnd({})
+            if start == "latest":
+                start = "earliest"  # all later messages are new
+        yield from self.log.in_parts(topic, queue_id, start, stop, follow, tags)
 
     def _is_empty(self, topic: str, queue_id: int | None) -> bool:
         """Return True if an existing queue, or all queues of an existing topic, never had a message.

@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from functools import partial
-from heapq import merge
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import mqstore
 from mqstore import store as sync
@@ -31,10 +28,10 @@ from mqstore.aio.queue import Queue
 from mqstore.client.codecs import Codec, T
 from mqstore.client.waits import Ready
 from mqstore.contract import SendOptions
-from mqstore.errors import InvalidMessageError
 from mqstore.files.safe_open import resolved
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
+from mqstore.log.reading.iteration import AtEnd, Begin
 from mqstore.log.recovery.report import RecoveryReport
 from mqstore.log.writing.outgoing import Body
 from mqstore.options import Duration, seconds
@@ -48,8 +45,6 @@ _LOOK_S = 0.02
 """Time between the looks of a follower, if another process writes the store."""
 _NEW_QUEUES_S = 1.0
 """Time between the looks of a follower for new queues, and for unreported news."""
-
-_Begin = Literal["earliest", "latest"] | datetime | int
 
 
 @takes(mqstore.open)
@@ -156,17 +151,14 @@ class Store(Closable[sync.Store]):
         topic: str,
         queue_id: int | None = None,
         *,
-        start: _Begin = "earliest",
+        start: Begin = "earliest",
         stop: int | None = None,
         follow: bool = False,
         tags: str | None = "*",
     ) -> AsyncIterator[Message]:
         """Iterate with `async for`, as `mqstore.Store.iter`. With `follow` it waits without a thread."""
-        if follow:
-            if queue_id is None and (isinstance(start, int) or stop is not None):
-                raise InvalidMessageError("start and stop as offsets belong to one queue: give queue_id=", "start")
-            return _Follower(self._bridge, topic, queue_id, start, stop, tags)
-        return Pages(self._bridge, partial(self.sync.iter, topic, queue_id, start=start, stop=stop, tags=tags))
+        parts = self.sync._in_parts(topic, queue_id, start, stop, follow, tags)  # noqa: SLF001
+        return _Follower(self._bridge, parts, tags)
 
     def dead_letters(self, group: str) -> DeadLetters:
         """Return dead letters as `mqstore.Store.dead_letters`."""
@@ -202,64 +194,36 @@ class Store(Closable[sync.Store]):
         await self.close()
 
 
-@dataclass(eq=False)
 class _Follower(Pages[Message]):
     """Present and future messages of one queue, or all of a topic."""
 
-    bridge: LoopThread
-    topic: str
-    queue_id: int | None
-    start: _Begin
-    stop: int | None
-    tags: str | None
-    positions: dict[int, int] | None = None
-    """Next offset to read by queue id. Only the store's thread uses it."""
-
-    def __post_init__(self) -> None:
-        super().__init__(self.bridge, self._round)
+    def __init__(self, bridge: LoopThread, parts: Iterator[Iterable[Message]], tags: str | None) -> None:
+        super().__init__(bridge, lambda: iter(()))
+        self._parts = parts
+        self._tags = tags
+        self._end = AtEnd({})
 
     async def _fill(self) -> None:
-        is_writer = self.bridge.store.mode == "rw"
-        await self.bridge.look(self._find, self._park, timeout_s=None, every_s=_NEW_QUEUES_S if is_writer else _LOOK_S)
+        every_s = _NEW_QUEUES_S if self._bridge.store.mode == "rw" and self._end.positions else _LOOK_S
+        await self._bridge.look(self._find, self._park, timeout_s=None, every_s=every_s)
 
     def _find(self) -> bool | None:
         """Read a page. Return True if there is something, None if not yet, and False at the stop."""
         self._read()
-        if not self._page:
-            self._items = self._round()
+        while not self._page:
+            part = next(self._parts, None)
+            if part is None:
+                return False
+            if isinstance(part, AtEnd):
+                self._end = part
+                return None
+            self._items = iter(part)
             self._read()
-        if self._page:
-            return True
-        assert self.positions is not None
-        at_stop = self.stop is not None and all(offset >= self.stop for offset in self.positions.values())
-        return False if at_stop else None
-
-    def _round(self) -> Iterator[Message]:
-        """Iterate over the present messages, merged by store time, and move the positions past them."""
-        topic, store = self.topic, self.bridge.store
-        ids = [ref.queue_id for ref in store.queues(topic)] if self.queue_id is None else [self.queue_id]
-        if self.positions is None:
-            self.positions = {queue_id: self._first(queue_id) for queue_id in ids}
-        scans = []
-        for queue_id in ids:
-            low, end = store.offsets(topic, queue_id)
-            begin = self.positions.setdefault(queue_id, low)
-            end = end if self.stop is None else min(end, self.stop)
-            if end > begin:
-                scans.append(store.iter(topic, queue_id, start=begin, stop=end, tags=self.tags))
-                self.positions[queue_id] = end
-        return merge(*scans, key=lambda message: (message.store_timestamp_ms, message.physical_offset))
-
-    def _first(self, queue_id: int) -> int:
-        if isinstance(self.start, int):
-            return self.start
-        if isinstance(self.start, datetime):
-            return self.bridge.store.offset_at(self.topic, queue_id, self.start)
-        return self.bridge.store.offsets(self.topic, queue_id)[self.start == "latest"]
+        return True
 
     def _park(self, again: Callable[[], object]) -> Callable[[], object]:
         """Have `again` called when there may be something to read, if this process writes the store."""
         ready = Ready(again, Lock(), set())
-        for queue_id, offset in (self.positions or {}).items() if self.bridge.store.mode == "rw" else ():
-            ready.park(self.bridge.store.broker, self.topic, queue_id, offset, self.tags)
+        for ref, offset in self._end.positions.items() if self._bridge.store.mode == "rw" else ():
+            ready.park(self._bridge.store.broker, *ref, offset, self._tags)
         return ready.cancel

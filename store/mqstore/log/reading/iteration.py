@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from datetime import datetime
 from heapq import merge
 from itertools import chain
@@ -19,8 +19,20 @@ from mqstore.log.writing.log_tail import QueueRef
 _log = logging.getLogger("mqstore")
 
 _FOLLOW_MIN_S, _FOLLOW_MAX_S = 0.001, 0.1
+_EMPTY_LOOK_S = 0.02
 _FOLLOW_LOOK_S = 1.0
 """Interval at which a following iteration checks whether the end has moved back."""
+
+
+Begin = Literal["earliest", "latest"] | datetime | int
+
+
+class AtEnd(list[Message]):
+    """No more messages at present. Read again when a queue has grown beyond its position, or a new one exists."""
+
+    def __init__(self, positions: dict[QueueRef, int]) -> None:
+        super().__init__()
+        self.positions = positions
 
 
 class IteratingReader(StoreReader):
@@ -46,32 +58,46 @@ class IteratingReader(StoreReader):
         exist.
         """
 
-        def parts() -> Iterator[Iterable[Message]]:
-            if queue_id is not None:
-                queue = self.queue_named(topic, queue_id)
-                position, named = self._start_of(queue, start), isinstance(start, int)
-                end = queue.max_offset if stop is None and not follow and position <= queue.max_offset else stop
-                yield from self._batches(queue, position, end, follow, tags, named=named)
-                return
-            if isinstance(start, int) or stop is not None:
-                raise InvalidMessageError("start and stop are offsets of one queue: give queue_id=, too", "start")
-            positions = {ref: self._start_of(self.queue_named(*ref), start) for ref in self.queues(topic)}
-            yield self.follow_queues(topic, positions, tags) if follow else self._merged(positions, tags)
+        parts = self.in_parts(topic, queue_id, start, stop, follow, tags)
+        return chain.from_iterable(self.waiting(topic, queue_id, parts))  # a generator would run for each message
 
-        return chain.from_iterable(parts())  # a generator would run for each message
+    def in_parts(
+        self, topic: str, queue_id: int | None, start: Begin, stop: int | None, follow: bool, tags: str | None
+    ) -> Iterator[Iterable[Message]]:
+        """Yield the messages of `iter` in parts, and with `follow` an `AtEnd` when the caller has to wait for more."""
+        if queue_id is not None:
+            queue = self.queue_named(topic, queue_id)
+            position, named = self._start_of(queue, start), isinstance(start, int)
+            end = queue.max_offset if stop is None and not follow and position <= queue.max_offset else stop
+            yield from self._batches(queue, position, end, follow, tags, named=named)
+            return
+        if isinstance(start, int) or stop is not None:
+            raise InvalidMessageError("start and stop are offsets of one queue: give queue_id=, too", "start")
+        positions = {ref: self._start_of(self.queue_named(*ref), start) for ref in self.queues(topic)}
+        yield from self._rounds(topic, positions, tags) if follow else [self._merged(positions, tags)]
+
+    def waiting(
+        self, topic: str, queue_id: int | None, parts: Iterable[Iterable[Message]]
+    ) -> Iterator[Iterable[Message]]:
+        """Yield parts, and wait at each `AtEnd`."""
+        for part in parts:
+            if isinstance(part, AtEnd):
+                self._wait_for_news(topic, queue_id, part.positions)
+            yield part
 
     def follow_queues(
         self, topic: str, positions: dict[QueueRef, int], tags: str | None, queue_id: int | None = None
     ) -> Iterator[Message]:
         """Yield messages of a topic, or of one of its queues, from `positions` on, endlessly, merged by store time.
         Queues without a position start at their first message."""
+        return chain.from_iterable(self.waiting(topic, queue_id, self._rounds(topic, positions, tags, queue_id)))
 
-        def queues() -> list[QueueRef]:
-            return [ref for ref in self.queues(topic) if queue_id in (None, ref.queue_id)]
-
+    def _rounds(
+        self, topic: str, positions: dict[QueueRef, int], tags: str | None, queue_id: int | None = None
+    ) -> Iterator[Iterable[Message]]:
         cuts: dict[QueueRef, int] = {}
         while True:
-            for ref in queues():
+            for ref in self._refs(topic, queue_id):
                 queue = self.queue_named(*ref)
                 positions.setdefault(ref, queue.min_offset)
                 if queue.cuts != cuts.setdefault(ref, queue.cuts):
@@ -79,9 +105,12 @@ class IteratingReader(StoreReader):
                     if positions[ref] > queue.cut_to:
                         positions[ref] = self._back_to_cut(queue, positions[ref])
             before = dict(positions)
-            yield from self._merged(positions, tags)
+            yield self._merged(positions, tags)
             if positions == before:
-                self._wait_for_news(queues, positions)
+                yield AtEnd(positions)
+
+    def _refs(self, topic: str, queue_id: int | None) -> list[QueueRef]:
+        return [ref for ref in self.queues(topic) if queue_id in (None, ref.queue_id)]
 
     def _merged(self, positions: dict[QueueRef, int], tags: str | None) -> Iterator[Message]:
         """Yield the messages that the queues have now, from `positions` on, and move the positions."""
@@ -92,8 +121,19 @@ class IteratingReader(StoreReader):
         queue = self.queue_named(*ref)
         positions[ref] = yield from self._batches(queue, positions[ref], queue.max_offset, False, tags)
 
-    def _wait_for_news(self, queues: Callable[[], list[QueueRef]], positions: dict[QueueRef, int]) -> None:
-        """Return when one of `queues` has grown beyond its position, or a new queue exists."""
+    def _wait_for_news(self, topic: str, queue_id: int | None, positions: dict[QueueRef, int]) -> None:
+        """Return when a queue has grown beyond its position, or a new one exists, or after a while."""
+        self.check_open()
+        if not positions:  # a topic without a message
+            time.sleep(_EMPTY_LOOK_S)
+            return
+        if queue_id is not None and len(positions) == 1:
+            [(ref, position)] = positions.items()
+            if (queue := self.queue_named(*ref, position)).max_offset > position:
+                time.sleep(_FOLLOW_MAX_S)  # its record cannot be read yet
+            else:
+                self.news.wait(queue, position, _FOLLOW_LOOK_S, lambda: self.closed)
+            return
         pause = _FOLLOW_MIN_S
         polls = 0
         while True:
@@ -104,7 +144,7 @@ class IteratingReader(StoreReader):
             if any(self.queue_named(*ref, offset).max_offset != offset for ref, offset in positions.items()):
                 return
             # For another process a new queue is a new folder. Looking for folders is expensive, so not every time.
-            if (self.mode == "rw" or polls % 10 == 0) and any(ref not in positions for ref in queues()):
+            if (self.mode == "rw" or polls % 10 == 0) and any(ref not in positions for ref in self._refs(topic, None)):
                 return
 
     def _start_of(self, queue: ConsumeQueue, start: str | datetime | int) -> int:
@@ -155,11 +195,7 @@ class IteratingReader(StoreReader):
                 return position
             else:
                 size = 32
-                self.check_open()
-                if queue.max_offset > position:
-                    time.sleep(_FOLLOW_MAX_S)  # its record cannot be read yet
-                else:
-                    self.news.wait(queue, position, _FOLLOW_LOOK_S, lambda: self.closed)
+                yield AtEnd({queue.ref: position})
         return position
 
     def _back_to_cut(self, queue: ConsumeQueue, position: int) -> int:
