@@ -214,7 +214,7 @@ def test_check_for_room_counts_the_groups_once(tmp_path: Path, monkeypatch: pyte
     with mqstore.open(tmp_path / "mq", config=StoreConfig(clock=SimulatedClock())) as store:
         log, groups = store.broker.store, store.broker.offsets.groups
         monkeypatch.setattr(store.broker.offsets, "groups", lambda: calls.append(None) or groups())
-        log._log.free_until = 0
+        log._log.set_free_until(0)
         log.room.check(MIB, {})
     assert len(calls) == 1
 

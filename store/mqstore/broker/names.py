@@ -15,6 +15,8 @@ from mqstore.log.names import MAX_TOPIC, SYSTEM_PREFIX
 from mqstore.log.names import RETRY_PREFIX as RETRY_PREFIX
 from mqstore.log.names import TIMER_TOPIC as TIMER_TOPIC
 
+BROKER_NAME: Final = "mqstore"
+"""Name of the broker in receipts and recall handles."""
 OP_TOPIC = "RMQ_SYS_TRANS_OP_HALF_TOPIC"
 TRANS_CHECK_TOPIC = "TRANS_CHECK_MAX_TIME_TOPIC"
 POP_LOG_TOPIC = "rmq_sys_pop_log"

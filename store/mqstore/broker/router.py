@@ -22,9 +22,9 @@ from contextlib import suppress
 from datetime import datetime
 from typing import Literal, TypeVar, Unpack, cast
 
+from mqstore.broker.delay.recall import recall_handle
 from mqstore.broker.delay.route import PRECISION_MS, delay_route, routed_properties
 from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
-from mqstore.broker.pop.receipts import recall_handle
 from mqstore.broker.redelivery.references import References
 from mqstore.broker.selection import RoundRobin, group_queue
 from mqstore.broker.tables.offsets import OffsetTable

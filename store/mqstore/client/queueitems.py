@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic
 
-from mqstore.broker.pop.receipts import parse_recall_handle
+from mqstore.broker.delay.recall import parse_recall_handle
 from mqstore.client.codecs import Codec, T
 from mqstore.contract import BrokerContract, Item, State
 from mqstore.errors import InvalidReceiptError

@@ -126,7 +126,8 @@ class CommitLog(LogTail):
         self.header_bytes = self._header.size
         """Number of bytes before the body of an ordinary record."""
         self._on_alarm = on_alarm
-        self._free_until = 0
+        self.free_until = 0
+        """Position up to which puts of applications need not ask for room (`log/writing/room.py`)."""
         self.lock = Lock()
         """Held by appends in Python, and by a bulk append for as long as it lasts."""
         self._appending = False
@@ -169,7 +170,7 @@ class CommitLog(LogTail):
         self._fd = fd
         self._base = segment.start
         if self.failed is None:
-            self._limit = end if end < self._free_until else self._free_until
+            self._limit = end if end < self.free_until else self.free_until
 
     def append(
         self,
@@ -359,14 +360,8 @@ class CommitLog(LogTail):
         self._enter(following)
         return start
 
-    @property
-    def free_until(self) -> int:
-        """Position up to which puts of applications need not ask for room (`log/writing/room.py`)."""
-        return self._free_until
-
-    @free_until.setter
-    def free_until(self, position: int) -> None:
-        self._free_until = position
+    def set_free_until(self, position: int) -> None:
+        self.free_until = position
         self._limit = -1  # the next put enters its segment again
 
     def end_segment(self) -> None:

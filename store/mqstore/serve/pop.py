@@ -3,7 +3,7 @@
     pop   -> messages, or parked until one may come        ack, batch ack, change   -> the receipt decides
     peek  -> messages, delivered to nobody                 notification             -> True once a pop may find one
 
-The text of a receipt is the engine's, and RocketMQ's too (`broker/pop/receipts.py`). A pop's answer has its parts::
+The text of a receipt is the engine's, and RocketMQ's too (`broker/pop/batch.py`). A pop's answer has its parts::
 
     popTime, invisibleTime, reviveQid   one of each for the whole answer
     startOffsetInfo                     mark queue start;...
@@ -23,8 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from mqstore.broker.filters.filter import Filter
-from mqstore.broker.names import popped_topic
-from mqstore.broker.pop.receipts import BROKER_NAME
+from mqstore.broker.names import BROKER_NAME, popped_topic
 from mqstore.contract import MAX_BATCH, Delivery
 from mqstore.errors import FormatError, GroupNotFoundError, ReceiptExpiredError, ResultCode
 from mqstore.remoting.codes import POLLING_FULL, POLLING_NOT_FOUND, Code

@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from mqstore.broker.delay.recall import parse_recall_handle
 from mqstore.broker.names import RETRY_PREFIX, dlq_topic, is_retry_topic
-from mqstore.broker.pop.receipts import parse_recall_handle
 from mqstore.broker.uniquekey import new_unique_key
 from mqstore.errors import (
     ConfigError,

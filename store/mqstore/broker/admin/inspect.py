@@ -40,6 +40,7 @@ from mqstore import arrays as np
 from mqstore.broker.admin.metrics import WaitingRetries, measure
 from mqstore.broker.context import Parts, Tables, messages_of, open_tables
 from mqstore.broker.delay.levels import deliver_time_ms, due_counts, overdue_ms
+from mqstore.broker.delay.recall import parse_recall_handle
 from mqstore.broker.delay.route import (
     PRECISION_MS,
     Cancellations,
@@ -66,7 +67,6 @@ from mqstore.broker.names import (
     is_dlq_topic,
 )
 from mqstore.broker.pop.orderinfo import BlockedQueue, OrderInfo, check_order_info
-from mqstore.broker.pop.receipts import parse_recall_handle
 from mqstore.broker.pop.replay import Replay
 from mqstore.broker.pop.state import Standing
 from mqstore.broker.pop.tables import PopTables

@@ -35,8 +35,8 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
+from mqstore.broker.delay.recall import RecallHandle
 from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
-from mqstore.broker.pop.receipts import RecallHandle
 from mqstore.broker.uniquekey import new_unique_key
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import (

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from mqstore.broker.context import Parts
+from mqstore.broker.delay.recall import RecallHandle
 from mqstore.broker.delay.route import (
     LEVEL_MARKS,
     PRECISION_MS,
@@ -28,7 +29,6 @@ from mqstore.broker.delay.route import (
 )
 from mqstore.broker.delay.timerfiles import NOWHERE, ROLLS, TimerFilesDamaged, TimerUnit
 from mqstore.broker.names import SCHEDULE_GROUP, TIMER_TOPIC
-from mqstore.broker.pop.receipts import RecallHandle
 from mqstore.broker.redelivery.retry import Retries
 from mqstore.errors import FormatError, InvalidMessageError
 from mqstore.layout.properties import (

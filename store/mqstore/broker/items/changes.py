@@ -32,8 +32,8 @@ from mqstore.broker.names import (
     retry_topics,
     unique_word,
 )
+from mqstore.broker.pop.batch import Claim
 from mqstore.broker.pop.ordered import OrderedQueues
-from mqstore.broker.pop.receipts import Claim
 from mqstore.broker.pop.request import Delivery
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.pop.unordered import UnorderedQueues

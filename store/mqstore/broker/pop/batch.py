@@ -1,4 +1,4 @@
-"""Messages popped together, and the times at which they become visible again (delivery#clock).
+"""Messages popped together, the times at which they become visible again (delivery#clock), and their receipts.
 
     pop time       time of the pop, or of the last change of the receipt, which names it
     visible time   time at which the message is redelivered; the time between the two is the invisible time
@@ -9,18 +9,34 @@ so it counts as over. A later change uses the new clock, so its visible time may
 
 A batch names many offsets, so a million messages in flight cost a million dict entries and no more objects than there
 were pops. The fields of both classes are in C structures where there are compiled parts (`PopTables`).
+
+Receipt (delivery#receipt), fields joined by one space::
+
+    startOffset popTime invisibleTime reviveQid mark brokerName queueId queueOffset [commitLogOffset]
+
+Applications treat it as opaque. It may come back forged, so every field is checked against the range of its type. Only
+the pop service knows whether it is still valid.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from mqstore.broker.names import BROKER_NAME
+from mqstore.errors import InvalidReceiptError, ReceiptExpiredError
 from mqstore.native import kernel
 
 SAME_MOMENT_MS = 1_000
 """Number of ms that a pop time may be ahead of a clock that was not set back."""
+_FIFO: Final = 999
+"""Value of the field reviveQid if the batch was popped in order."""
+_I32_MAX = 2**31 - 1
+_I64_MAX = 2**63 - 1
+_N = "([0-9]{1,19})"  # no digits beyond ASCII, which int() would accept
+_RECEIPT = re.compile(rf"{_N} {_N} {_N} ([0-7]|{_FIFO}) ([0-2]) [^ ]{{1,255}} {_N} {_N}(?: (?:-1|{_N}))?").fullmatch
 
 
 def pop_time(now_ms: int, last_ms: int) -> int:
@@ -221,3 +237,52 @@ class Timeline(TimelineFields):
         del self._buckets[at_ms]
         self.entries -= len(there)
         return there
+
+
+class Claim(NamedTuple):
+    """Contents of a receipt, which names one delivery of one message."""
+
+    offset: int
+    """Queue offset."""
+    pop_time_ms: int
+    """Wall-clock time of the pop, the same for its whole batch.
+    It distinguishes the deliveries of a message."""
+    fifo: bool
+    """True if the batch was popped in order."""
+    mark: int
+    """Topic that was read: 0 is the requested topic, 1 and 2 are its retry topics of these versions."""
+    queue_id: int
+    text: str
+
+
+def receipt_head(
+    start: int, pop_time_ms: int, invisible_ms: int, mark: int, queue_id: int, *, fifo: bool = False
+) -> str:
+    """Return a receipt up to its last field, the message's offset.
+    Only that field differs within a batch."""
+    return f"{start} {pop_time_ms} {invisible_ms} {_FIFO if fifo else 0} {mark} {BROKER_NAME} {queue_id} "
+
+
+def claim_of(text: str) -> Claim:
+    """Parse a receipt, checking only its form.
+    Raises InvalidReceiptError for any other text."""
+    match = _RECEIPT(text) if type(text) is str else None
+    if match is not None:
+        start, pop_time, invisible, revive, mark, queue_id, offset, physical = match.groups()
+        claim = Claim(int(offset), int(pop_time), int(revive) == _FIFO, int(mark), int(queue_id), text)
+        # The sum of pop time and invisible time must also be a time: beyond 64 bits it would never expire.
+        fits = claim.pop_time_ms + int(invisible) <= _I64_MAX and int(physical or 0) <= _I64_MAX
+        if fits and int(start) <= claim.offset <= _I64_MAX and claim.queue_id <= _I32_MAX:
+            return claim
+    raise InvalidReceiptError(f"{text!r:.80} is not a receipt; pass the `receipt` of a delivery unchanged")
+
+
+def expired(texts: list[str]) -> ReceiptExpiredError:
+    """Return the error for expired receipts, which has them as `receipts`."""
+    more = f" and {len(texts) - 1} more" if len(texts) > 1 else ""
+    error = ReceiptExpiredError(
+        f"receipt {texts[0]!r}{more} has expired: the message was delivered to the group again or purged, or its "
+        f"visible time was changed, which returned a new receipt. Nothing was changed"
+    )
+    error.receipts = texts
+    return error

@@ -21,13 +21,12 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import struct
 from contextlib import suppress
 from itertools import groupby, takewhile
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
-from mqstore.broker.pop.log import ACK, LOCAL, POP, Record
+from mqstore.broker.pop.log import ACK, ENTRY, LOCAL, POP, Record, entry_bytes
 from mqstore.broker.pop.state import QueueState
 from mqstore.broker.service import Wake
 from mqstore.errors import FormatError, MQStoreError
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mqstore")
 
-ENTRY: Final = struct.Struct("=qq")
-"""Size of the body and position in the pop log, before the body of an entry."""
 ENTRY_ROOM: Final = 512
 """The journal is full if it has less room than this, which suffices for most entries."""
 _HEAD_BYTES: Final = 128
@@ -172,8 +169,3 @@ class PopJournal:
             self._fold_all()
             self._tables.journal_map = None
             self.remove()
-
-
-def entry_bytes(size: int) -> int:
-    """Return the length of an entry with a body of this size."""
-    return ENTRY.size + (size + 7) // 8 * 8

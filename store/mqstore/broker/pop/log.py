@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
@@ -63,6 +64,8 @@ REOPENED: Final = "the store was reopened"
 """Reason of a redelivery whose receiver had ended with its process."""
 LOCAL: Final = ',"l":1'
 """Text for `more`: the receiver is in this process and ends with it."""
+ENTRY: Final = struct.Struct("=qq")
+"""Size of the body and position in the pop log, before the body of an entry of the journal."""
 
 
 def order_members(record: OrderInfo) -> str:
@@ -96,6 +99,11 @@ def settled_body(batch: int, offsets: Iterable[int], reason: str = "", holder: s
 def _because(reason: str, holder: str) -> str:
     """Return the members that say why a delivery ended, and which client of a server had it."""
     return "".join(f',"{name}":{_ENCODE(text[:ERROR_CHARS])}' for name, text in (("e", reason), ("h", holder)) if text)
+
+
+def entry_bytes(size: int) -> int:
+    """Return the length of an entry with a body of this size."""
+    return ENTRY.size + (size + 7) // 8 * 8
 
 
 class PopLog:

@@ -20,10 +20,9 @@ import logging
 from collections.abc import Iterable
 
 from mqstore.broker.filters.filter import Filter
-from mqstore.broker.pop.batch import pop_time
+from mqstore.broker.pop.batch import Claim, expired, pop_time, receipt_head
 from mqstore.broker.pop.log import ACK, GIVE, REVIVE, order_members
 from mqstore.broker.pop.orderinfo import BATCH_MAX, OrderInfo
-from mqstore.broker.pop.receipts import Claim, expired, receipt_head
 from mqstore.broker.pop.request import Delivery, PopRequest
 from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables

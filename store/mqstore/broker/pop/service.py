@@ -34,12 +34,11 @@ from operator import attrgetter
 
 from mqstore.broker.context import Parts
 from mqstore.broker.names import QueueKey, pop_retry_topic
-from mqstore.broker.pop.batch import SAME_MOMENT_MS
+from mqstore.broker.pop.batch import SAME_MOMENT_MS, Claim, claim_of, expired
 from mqstore.broker.pop.compaction import PopKeeper
 from mqstore.broker.pop.log import ACK, GIVE
 from mqstore.broker.pop.ordered import OrderedQueues
 from mqstore.broker.pop.orderinfo import ERROR_CHARS, check_order_info
-from mqstore.broker.pop.receipts import Claim, claim_of, expired
 from mqstore.broker.pop.replay import Replay, count_begun
 from mqstore.broker.pop.request import Delivery, Pending, PopRequest
 from mqstore.broker.pop.routes import Routes, first_ready
@@ -400,7 +399,8 @@ class PopService(BackgroundService):
     def _state_of(self, group: str, topic: str, *claims: Claim) -> QueueState:
         """Return the state of the queue that the receipts name, once there is room to settle them.
         Raises InvalidReceiptError if the group never popped from it, or it has no such message."""
-        self._store.room.pace()
+        if (log := self._store.wakeups.log).end > log.free_until:
+            self._store.room.pace()
         first = claims[0]
         last = max(claims, key=lambda claim: claim.offset) if len(claims) > 1 else first
         route = self.tables.routes.get((group, topic))

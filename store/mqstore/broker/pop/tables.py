@@ -18,8 +18,8 @@ from mqstore.broker.delay.route import number
 from mqstore.broker.filters.filter import Filter
 from mqstore.broker.names import DEAD_LETTER, EXPIRES_MS, QueueKey
 from mqstore.broker.pop.batch import Batch
-from mqstore.broker.pop.journal import ENTRY, ENTRY_ROOM, PopJournal, entry_bytes
-from mqstore.broker.pop.log import ACK, LOCAL, POP, PopLog, pop_body, settled_body
+from mqstore.broker.pop.journal import ENTRY_ROOM, PopJournal
+from mqstore.broker.pop.log import ACK, ENTRY, LOCAL, POP, PopLog, entry_bytes, pop_body, settled_body
 from mqstore.broker.pop.orderinfo import OrderInfo, OrderInfoTable, record_of
 from mqstore.broker.pop.request import Delivery
 from mqstore.broker.pop.state import Counts, QueueState, Standing

@@ -20,9 +20,8 @@ from operator import attrgetter, itemgetter
 
 from mqstore.broker.filters.filter import Filter
 from mqstore.broker.names import QueueKey, pop_retry_topic
-from mqstore.broker.pop.batch import Batch, pop_time
+from mqstore.broker.pop.batch import Batch, Claim, expired, pop_time, receipt_head
 from mqstore.broker.pop.log import ACK, GIVE, REOPENED, REVIVE
-from mqstore.broker.pop.receipts import Claim, expired, receipt_head
 from mqstore.broker.pop.request import Delivery, PopRequest
 from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables

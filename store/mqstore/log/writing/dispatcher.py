@@ -124,7 +124,7 @@ class Dispatcher:
             except Exception as error:
                 self.error = error
                 if isinstance(error, StoreFullError):
-                    self._log.free_until = 0  # so the next put asks for room, and is refused
+                    self._log.set_free_until(0)  # so the next put asks for room, and is refused
                 raise
             return self.position - begin
 

@@ -185,7 +185,7 @@ class Room:
         more = max(0, self._log.end - last.start) // _SHARE if amply and last is not None else 0
         spare = free - self._kept_bytes(new, groups, free) - new.size
         fits = spare >= more and (not isinstance(self._dispatcher.error, StoreFullError) or self._dispatcher.catch_up())
-        self._log.free_until = self._log.end + (new.size + spare // (_SHARE * groups) if fits else 0)
+        self._log.set_free_until(self._log.end + (new.size + spare // (_SHARE * groups) if fits else 0))
         self._hold(fits)
         return fits
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from mqstore.broker.filters.filter import as_filter
 from mqstore.broker.names import dlq_topic, pop_retry_topic, retry_topic
-from mqstore.broker.pop.receipts import claim_of, expired
+from mqstore.broker.pop.batch import claim_of, expired
 from mqstore.broker.redelivery.retry import origin_topic
 from mqstore.broker.waiting import Callback, Waiter
 from mqstore.contract import MAX_BATCH, Delivery, Filter, Loss, Pending

@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar, Unpack
 
+from mqstore.broker.delay.recall import parse_recall_handle
 from mqstore.broker.delay.route import routed_properties
-from mqstore.broker.pop.receipts import parse_recall_handle
 from mqstore.broker.selection import RoundRobin, group_queue
 from mqstore.broker.uniquekey import new_unique_key
 from mqstore.clock import Clock
