@@ -151,6 +151,13 @@ def test_stats_show_what_was_done_and_what_is_left(bench: PushBench) -> None:
     assert (stats.group, stats.client_id) == ("g", consumer.client_id)
 
 
+def idle(bench: PushBench, step_s: float, steps: int) -> None:
+    """Let time pass in long steps, each with one sample of each window that is due."""
+    for _ in range(steps):
+        bench.clock.advance(1000 * step_s)
+        bench.settle()
+
+
 @pytest.mark.parametrize("mode", ["queue", "pop"])
 def test_averages_outlast_the_minute(bench: PushBench, mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five minutes after the last message a handler took 0.0 ms; and how long pulls took was counted for nobody."""
@@ -164,8 +171,8 @@ def test_averages_outlast_the_minute(bench: PushBench, mode: Any, monkeypatch: p
     bench.put(*[b"x"] * 5)
     assert (consumer.stats().topics.get("t"), bench.settle()) != (None, None)
     # Before there is a sample, in the minute, before the hour's first, in it, later.
-    for idle_s in (0, 10, 300, 900, 4_000):
-        bench.advance(idle_s)
+    for step_s, steps in ((0, 1), (10, 1), (30, 10), (150, 6), (600, 7)):
+        idle(bench, step_s, steps)
         stats = consumer.stats().topics["t"]
         assert 2 <= stats.handler_ms < 1_000
         assert 4 <= stats.pull_ms < 1_000
@@ -184,10 +191,13 @@ def test_averages_cover_the_last_minute(bench: PushBench, monkeypatch: pytest.Mo
         bench.put(b"%d" % took_ms)
         bench.advance(20)
         assert consumer.stats().topics["t"].handler_ms == pytest.approx(took_ms)
-        bench.advance(70)
-    for idle_s in (0, 590, 7_000):
-        bench.advance(idle_s)
+        idle(bench, 10, 7)
+    for step_s, steps in ((0, 1), (590, 1), (1_000, 7)):
+        idle(bench, step_s, steps)
         assert consumer.stats().topics["t"].handler_ms == pytest.approx(51)
+    bench.put(b"30")
+    idle(bench, 300, 9)  # it is no more in the minute, but in the hour
+    assert consumer.stats().topics["t"].handler_ms == pytest.approx(30)
 
 
 # --- threads -------------------------------------------------------------------------------------------------------
