@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from bench.goals import Answer, as_lines, summary
-from bench.harness import Ask
+from bench.harness import QUICK_SHARE, Ask
 
-_QUICK_SHARE = 0.01
 _PACKAGES = {
     *("mqstore", "numpy", "crc32c", "lmdb", "queuelib", "persist-queue", "litequeue", "diskcache"),
     *("redis", "pyspark", "pyarrow"),
@@ -23,12 +22,12 @@ _ANSWERS = pytest.StashKey[list[Answer]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mqstore", "questions of mqstore")
-    group.addoption("--quick", action="store_true", help=f"--share {_QUICK_SHARE} and one round: does everything run?")
+    group.addoption("--quick", action="store_true", help=f"--share {QUICK_SHARE} and one round: does everything run?")
     group.addoption("--share", type=float, help="share of the messages, queues and seconds (default: 1)")
 
 
 def _share(config: pytest.Config) -> float:
-    return float(config.getoption("--share") or (_QUICK_SHARE if config.getoption("--quick") else 1))
+    return float(config.getoption("--share") or (QUICK_SHARE if config.getoption("--quick") else 1))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -29,13 +29,15 @@ import numpy as np
 
 from bench.goals import Answer, number_text, rate_text
 
-__all__ = ["RECORDED", "Ask", "Load", "Side", "Work", "each", "needs_modules", "ready", "scratch"]
+__all__ = ["QUICK_SHARE", "RECORDED", "Ask", "Load", "Side", "Work", "each", "needs_modules", "ready", "scratch"]
 
 PERCENTILES = {"50 %": 50, "90 %": 90, "99 %": 99, "99.9 %": 99.9, "max": 100}
 _SEED = 20_240_229
 _DISTINCT_BODIES = 1024
 """Bodies repeat after this number: random bytes are slow to make, and no side looks for repeats."""
 _WARM_UP_MESSAGES = 1000
+QUICK_SHARE = 0.01
+"""Share of the messages at which a run only shows that everything works: without warm-up, and without syncs before."""
 
 Work = Callable[[], int]
 """The timed part. Returns the amount of work that it did."""
@@ -176,7 +178,7 @@ class Ask:
             for side in later:
                 rates[side].append(measure(side, load))
 
-        for side in sides:  # a small round that does not count
+        for side in sides if self.share > QUICK_SHARE else ():  # a small round that does not count
             measure(side, replace(load, messages=max(1, min(_WARM_UP_MESSAGES, load.messages // 10))))
         with ExitStack() as stack:
             work = lambda prepared: amounts.append(prepared())  # noqa: E731
@@ -232,7 +234,7 @@ class Ask:
         gc.disable()
         try:
             with scratch() as directory, side.prepare(directory, load) as work:
-                if sync_first:
+                if sync_first and self.share > QUICK_SHARE:
                     os.sync()
                 yield work
         finally:
