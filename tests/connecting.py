@@ -150,6 +150,16 @@ def administer(broker: Any, behind: Any) -> None:
 
         return administered
 
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def heard(*args: Any) -> Any:
+            broker.heard += 1
+            return call(*args)
+
+        return heard
+
+    broker.heard = 0
+    for name in ("requested", "call_back"):
+        setattr(broker._connection, name, counted(getattr(broker._connection, name)))
     broker.clock, broker.own_clock = behind.clock, behind.own_clock
     broker.settle = lambda: settle(broker)
     broker.offsets_folder = behind.store.path
@@ -165,15 +175,20 @@ SETTLED = ("members.", "locks.", "transactions.", "add_", "wake_one", "topics.cr
 """Calls whose effects on others are there when they return, as in one process."""
 
 
-def settle(broker: remote.RemoteBroker, name: str = "members.") -> None:
+def settle(broker: Any, name: str = "members.") -> None:
     """Return once everything that the server has sent so far has been taken in, and callbacks have run."""
     line = broker._connection.line
     if not name.startswith(SETTLED) or broker.closed or line is None or line.turn.is_held_here:
         return
-    for _ in range(3):  # a callback may call, and have other callbacks called
+    quiet = 0
+    for _ in range(6):  # a callback may call, and have other callbacks called
+        heard = broker.heard
         remote.RemoteBroker._call(broker, "session.ping", (), {})
-        for later in (broker._asked, broker._news):
+        for later in (broker._asked, broker._news) if not quiet else ():
             if later._thread is not None and later._thread is not threading.current_thread():
                 done = threading.Event()
                 later(done.set)
                 done.wait(20)
+        quiet = quiet + 1 if broker.heard == heard else 0
+        if quiet == 2:
+            return

@@ -224,12 +224,12 @@ class World:
 
     def settle(self, push: _Push | None = None) -> int | None:
         """Run all that is due now, also of `push`. Return the time (wall ms) when something is due next."""
-        quiet = 0
+        quiet, log = 0, getattr(self.store, "behind", self.store).log
         for _ in range(10_000):
-            before = self.store.log.max_offset, push and len(push.seen)
+            before = log.max_offset, push and len(push.seen)
             times = [self.store.broker.run_once(), push and push.run_once()]
             due = min((each for each in times if each is not None), default=None)
-            rests = before == (self.store.log.max_offset, push and len(push.seen))
+            rests = before == (log.max_offset, push and len(push.seen))
             quiet = quiet + 1 if rests and (due is None or due > self.clock.now_ms()) else 0
             if quiet == (6 if self.kind.aio else 2):  # a task of asyncio takes a few turns of the loop
                 return due
