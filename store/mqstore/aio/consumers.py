@@ -194,7 +194,6 @@ class PullConsumer(_Consumer[pullconsumer.PullConsumer]):
     close = called(pullconsumer.PullConsumer.close, LoopThread.finish)
 
     def __init__(self, bridge: LoopThread, sync: pullconsumer.PullConsumer) -> None:
-        """Made by a method of the store, with the options of the synchronous one."""
         super().__init__(bridge, sync)
         self.sync.caller = bridge.caller
 

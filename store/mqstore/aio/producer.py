@@ -47,7 +47,6 @@ class Producer(Closable[producer.Producer]):
     close = called(producer.Producer.close, LoopThread.finish)
 
     def __init__(self, bridge: LoopThread, sync: producer.Producer) -> None:
-        """Made by a method of the store, with the options of the synchronous one."""
         super().__init__(bridge, sync)
         line = sync._submitter
         self._max, self._max_bytes, self._lingers = line.max_loads, line.max_bytes, line.linger_ms > 0

@@ -103,16 +103,12 @@ class _Run(workers.Awaited):
 
     def _cancel(self, then: Callable[[], object]) -> None:
         """Cancel the task, on the loop. Its message must not wait for ever for a task that continues."""
-        once = [then]
-
-        def at_end(*_: object) -> None:
-            if once:
-                once.pop()()
-
-        self.bridge.loop.call_later(_GRACE_S, at_end)
-        if self.task is not None:
-            self.task.add_done_callback(at_end)
-            self.task.cancel()
+        if self.task is None:  # the consumer stops
+            then()
+            return
+        self.task.cancel()
+        ended = asyncio.wait([self.task], timeout=_GRACE_S)
+        self.bridge.loop.create_task(ended).add_done_callback(lambda _: then())
 
     def end(self, error: BaseException | None) -> bool:
         """Report the end of the call. Return False if that was done before."""
@@ -140,7 +136,7 @@ class _Run(workers.Awaited):
 
 
 class PushConsumer(Closable[pushconsumer.PushConsumer]):
-    """Push consumer with coroutines as handlers, run as tasks of the loop, at most `workers` at a time.
+    """`mqstore.PushConsumer` with coroutines as handlers, run as tasks of the loop, at most `workers` at a time.
     Made by `Store.push_consumer`. Interceptors and `on_error` are plain functions, called on other threads."""
 
     group = Value[str]()
@@ -154,7 +150,6 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
     run_once = called(pushconsumer.PushConsumer.run_once, LoopThread.apart)
 
     def __init__(self, bridge: LoopThread, sync: pushconsumer.PushConsumer) -> None:
-        """Made by a method of the store, with the options of the synchronous one."""
         super().__init__(bridge, sync)
         self._running: set[_Run] = set()
         self._cut: bool | None = None

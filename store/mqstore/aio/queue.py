@@ -62,7 +62,6 @@ class Queue(Receiver[queue.Queue[T]], Generic[T]):
     purge = called(queue.Queue.purge, LoopThread.finish)
 
     def __init__(self, bridge: LoopThread, sync: queue.Queue[T]) -> None:
-        """Made by a method of the store, with the options of the synchronous one."""
         super().__init__(bridge, sync)
         self._codec = sync._codec
         self._maxsize = sync._maxsize
@@ -241,7 +240,7 @@ class _Run(QueueRun):
         self._bridge = twin._bridge
         self._handler = handler
         self._woken = asyncio.Event()
-        self._idle: set[asyncio.Task[None] | None] = set()
+        self._idle: set[Any] = set()
         """Loops that wait for an item or for their rate."""
 
     def _begin(self) -> None:
@@ -271,8 +270,7 @@ class _Run(QueueRun):
 
     def _end_waits(self) -> None:
         for loop in self._idle:
-            if loop is not None:
-                loop.cancel()
+            loop.cancel()
 
     async def _end(self) -> None:
         for each in self._tasks:
@@ -288,9 +286,8 @@ class _Run(QueueRun):
         finally:
             self._idle.discard(me)
 
-    async def _next(self) -> Task[Any]:
-        task: Task[Any] = await self._until_halted(self._twin.get())
-        return task
+    async def _next(self) -> Any:
+        return await self._until_halted(self._twin.get())
 
     async def _pause(self, wait_s: float) -> bool:
         await self._until_halted(asyncio.sleep(wait_s))
