@@ -44,8 +44,8 @@ PyObject *native_lengths(PyObject *module, PyObject *const *args, Py_ssize_t nar
     return Py_BuildValue("nn", greatest, sum);
 }
 
-/* encode(headers, width, bodies, tails, flags, queue_offset, physical_offset, checksums) -> (records, sizes), as bytearrays; sizes
-   in int64.
+/* encode(headers, width, bodies, tails, flags, queue_offset, physical_offset, checksums) -> (records, positions), as bytearrays;
+   the positions in int64: the physical offset of each record, and the end of the last one.
 
    Encode consecutive records: each has its header of `width` bytes, or the only one. Filled in are sizes and physical offset, with
    `checksums` the checksum over the whole, and unless they are None its flag (`flags` is a list of as many ints) and a queue offset
@@ -65,23 +65,24 @@ PyObject *native_encode(PyObject *module, PyObject *const *args, Py_ssize_t narg
     if (width < BODY_AT_V4 || width > BODY_AT_V4 + 2 * IPV6_EXTRA || (!shared && PyBytes_GET_SIZE(args[0]) / width != count) ||
         (each && PyList_GET_SIZE(args[3]) != count) || (flagged && PyList_GET_SIZE(args[4]) != count))
         return PyErr_Format(PyExc_ValueError, "encode: no header, or not as many headers, tails or flags as bodies");
-    PyObject *sizes = PyByteArray_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(int64_t)), *records = NULL;
-    if (!sizes)
+    PyObject *positions = PyByteArray_FromStringAndSize(NULL, (count + 1) * (Py_ssize_t)sizeof(int64_t)), *records = NULL;
+    if (!positions)
         return NULL;
-    int64_t *size = (int64_t *)PyByteArray_AS_STRING(sizes);
+    int64_t *at = (int64_t *)PyByteArray_AS_STRING(positions);
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *body = PyList_GET_ITEM(args[2], i), *tail = each ? PyList_GET_ITEM(args[3], i) : args[3];
         if (!PyBytes_Check(body) || !PyBytes_Check(tail) || (flagged && !PyLong_Check(PyList_GET_ITEM(args[4], i)))) {
             PyErr_SetString(PyExc_TypeError, "encode: bodies and tails must be bytes, flags int");
             goto failed;
         }
-        size[i] = width + PyBytes_GET_SIZE(body) + PyBytes_GET_SIZE(tail);
-        total += size[i];
+        at[i] = physical_offset + total;
+        total += width + PyBytes_GET_SIZE(body) + PyBytes_GET_SIZE(tail);
         if (total > INT32_MAX) {
             PyErr_SetString(PyExc_OverflowError, "encode: the records do not fit in a segment");
             goto failed;
         }
     }
+    at[count] = physical_offset + total;
     records = PyByteArray_FromStringAndSize(NULL, total);
     if (!records)
         goto failed;
@@ -95,9 +96,9 @@ PyObject *native_encode(PyObject *module, PyObject *const *args, Py_ssize_t narg
         memcpy(to, header, (size_t)width);
         memcpy(to + width, PyBytes_AS_STRING(body), body_size);
         memcpy(to + width + body_size, PyBytes_AS_STRING(tail), (size_t)PyBytes_GET_SIZE(tail));
-        put32(to, (uint32_t)size[i]);
+        put32(to, (uint32_t)(at[i + 1] - at[i]));
         put32(to + width - BODY_LENGTH_BYTES, (uint32_t)body_size);
-        put64(to + PHYSICAL_OFFSET_AT, (uint64_t)physical_offset);
+        put64(to + PHYSICAL_OFFSET_AT, (uint64_t)at[i]);
         if (numbered)
             put64(to + QUEUE_OFFSET_AT, (uint64_t)(queue_offset + i));
         if (flagged) {
@@ -111,19 +112,18 @@ PyObject *native_encode(PyObject *module, PyObject *const *args, Py_ssize_t narg
             size_t sizes_of[SIDE_BY_SIDE];
             uint32_t sums[SIDE_BY_SIDE];
             for (int k = 0; k < together; k++)
-                sizes_of[k] = (size_t)size[i - together + 1 + k];
+                sizes_of[k] = (size_t)(at[i - together + 2 + k] - at[i - together + 1 + k]);
             crc32c_records((const uint8_t *const *)ended, sizes_of, together, sums);
             for (int k = 0; k < together; k++)
                 put32(ended[k] + CHECKSUM_AT, sums[k]);
         }
         together %= SIDE_BY_SIDE;
-        physical_offset += size[i];
-        to += size[i];
+        to += at[i + 1] - at[i];
     }
-    return Py_BuildValue("NN", records, sizes);
+    return Py_BuildValue("NN", records, positions);
 failed:
     Py_XDECREF(records);
-    Py_DECREF(sizes);
+    Py_DECREF(positions);
     return NULL;
 }
 

@@ -102,7 +102,7 @@ def worked(checksum: Checksum, **changes: Any) -> bytes:
 def copy_of(stored: bytes, record: Record) -> bytes:
     """The record as the code under test makes it of its own parts."""
     body_at = 88
-    data, sizes = encode_copies(
+    data, positions = encode_copies(
         [stored[:body_at]],
         [record.body],
         [stored[body_at + len(record.body) :]],
@@ -114,10 +114,9 @@ def copy_of(stored: bytes, record: Record) -> bytes:
         store_host=record.store_host,
         checksum="crc32-body",
     )
-    assert sizes.tolist() == [record.total_size]
-    copied = bytearray(data.tobytes())
-    copied[76:84] = record.prepared_transaction_offset.to_bytes(8, "big")  # a copy is of no transaction
-    return bytes(copied)
+    assert [*positions] == [record.physical_offset, record.physical_offset + record.total_size]
+    data[76:84] = record.prepared_transaction_offset.to_bytes(8, "big")  # a copy is of no transaction
+    return bytes(data)
 
 
 def in_segment(record: bytes) -> bytes:

@@ -7,9 +7,10 @@ thousandth of a few array operations. Both give the same bytes, which tests comp
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections.abc import Sequence
 from functools import cache
-from itertools import repeat
+from itertools import accumulate, repeat
 from typing import Any
 
 from mqstore import arrays as np
@@ -17,6 +18,8 @@ from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES
 from mqstore.layout.record import CHECKSUM_AT, HEADER_FIELDS, STORE_HOST_V6, Checksum, header_struct, host_bits
 from mqstore.native import crc32c, kernel
 
+Encoded = tuple[bytearray, "array[int]"]
+"""Consecutive records, and their positions: the physical offset of each, and the end of the last one."""
 _COPIED = ("flag", "sys_flag", "born_timestamp_ms", "born_host", "reconsume_times")
 """Header fields that a copy takes from its source: flags, birth and attempts."""
 
@@ -55,8 +58,8 @@ def encode_records(
     store_host: bytes,
     flags: list[int] | int,
     checksum: Checksum,
-) -> tuple[np.NDArray[np.uint8], np.NDArray[np.int64]]:
-    """Return the bytes of `bodies` as consecutive records, and the size of each.
+) -> Encoded:
+    """Return the bytes of `bodies` as consecutive records, and their positions.
 
     `tails` are the bytes after each body (topic length, topic, properties length, properties), one for all or one each.
     Offsets count up from `queue_offset` and `physical_offset`. `timestamp_ms` is the born and store timestamp. The
@@ -70,7 +73,7 @@ def encode_records(
             0, magic, 0, queue_id, flag, 0, 0, sys_flag, stamp, born_host, stamp, store_host, 0, 0, 0
         )
         found = kernel.encode(header, len(header), bodies, tails, each_flag, queue_offset, physical_offset, True)
-        return np.frombuffer(found[0], np.uint8), np.frombuffer(found[1], np.int64)
+        return found[0], array("q", found[1])
     count = len(bodies)
     dtype = header_dtype(len(born_host), len(store_host))
     headers = np.zeros(count, dtype)
@@ -92,8 +95,8 @@ def _assembled(
     timestamp_ms: int,
     store_host: bytes,
     checksum: Checksum,
-) -> tuple[np.NDArray[np.uint8], np.NDArray[np.int64]]:
-    """Join headers, bodies and tails to records, and return these and their sizes.
+) -> Encoded:
+    """Join headers, bodies and tails to records, and return these and their positions.
     Sets the header fields of size, position, store time, store host and checksum."""
     count = len(headers)
     headers["store_timestamp_ms"] = timestamp_ms
@@ -104,7 +107,7 @@ def _assembled(
     if kernel is not None:
         tails = tails if isinstance(tails, bytes) else list(tails)
         found = kernel.encode(headers.tobytes(), width, list(bodies), tails, None, None, physical_offset, whole)
-        return np.frombuffer(found[0], np.uint8), np.frombuffer(found[1], np.int64)
+        return found[0], array("q", found[1])
     headers["body_size"] = np.fromiter(map(len, bodies), np.int64, count)
     sizes = headers["body_size"].astype(np.int64) + width
     sizes += len(tails) if isinstance(tails, bytes) else np.fromiter(map(len, tails), np.int64, count)
@@ -117,11 +120,11 @@ def _assembled(
         packed[at : at + width] + body + tail
         for at, body, tail in zip(range(0, len(packed), width), bodies, each_tail, strict=True)
     ]
-    data = np.frombuffer(bytearray().join(records), np.uint8)
+    data = bytearray().join(records)
     if whole:
         fields = np.fromiter(map(crc32c, records), ">u4", count).view(np.uint8).reshape(count, 4)
-        data[starts[:, None] + np.arange(CHECKSUM_AT, CHECKSUM_AT + 4)] = fields
-    return data, sizes
+        np.frombuffer(data, np.uint8)[starts[:, None] + np.arange(CHECKSUM_AT, CHECKSUM_AT + 4)] = fields
+    return data, array("q", accumulate(map(len, records), initial=physical_offset))
 
 
 def encode_copies(
@@ -137,8 +140,8 @@ def encode_copies(
     store_host: bytes,
     checksum: Checksum,
     attempts: int = 0,
-) -> tuple[np.NDArray[np.uint8], np.NDArray[np.int64]]:
-    """Return the bytes of copies of stored records, each for its own queue, and the size of each.
+) -> Encoded:
+    """Return the bytes of copies of stored records, each for its own queue, and their positions.
 
     `heads` are the bytes before the body in each source, with two IPv4 hosts. `bodies` are as stored. The fields of
     position and store are new, `attempts` is added to `reconsume_times`, and the rest of the header is copied, for all

@@ -20,7 +20,6 @@ from operator import attrgetter
 from struct import Struct
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from mqstore import arrays as np
 from mqstore.clock import SYSTEM_CLOCK
 from mqstore.errors import InvalidMessageError, MQStoreError
 from mqstore.files.segment import Segment
@@ -43,6 +42,8 @@ from mqstore.native import crc32c, kernel
 from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
+    from array import array
+
     from mqstore.log.store_files import StoreParts
 
 __all__ = [
@@ -248,20 +249,20 @@ class CommitLog(LogTail):
         tails: list[bytes] | bytes,
         flags: list[int] | int,
         body_bytes: int,
-    ) -> tuple[int, int, np.NDArray[np.int64], int]:
+    ) -> tuple[int, array[int], int]:
         """Append records that are contiguous and become visible together, all or none (format#batch).
 
-        Returns (first queue offset, first physical offset, size of each, store timestamp). The caller has checked that
-        together they fit a segment. `body_bytes` is the size of all bodies.
+        Returns (first queue offset, positions, store timestamp), as `SendReceipts.add` takes them. The caller has
+        checked that together they fit a segment. `body_bytes` is the size of all bodies.
         """
         count = len(bodies)
         total = self.header_bytes * count + body_bytes
         total += len(tails) * count if isinstance(tails, bytes) else sum(map(len, tails))
 
-        def encode(position: int) -> _Encoded[tuple[int, int, np.NDArray[np.int64], int]]:
+        def encode(position: int) -> _Encoded[tuple[int, array[int], int]]:
             offset = queue.next_offset
             now_ms = self._time_ns() // _MS_NS
-            data, sizes = encode_records(
+            data, positions = encode_records(
                 bodies,
                 tails,
                 magic=queue.magic,
@@ -274,7 +275,7 @@ class CommitLog(LogTail):
                 flags=flags,
                 checksum=self._checksum,
             )
-            return data.data, {queue: offset + count}, (offset, position, sizes, now_ms)
+            return data, {queue: offset + count}, (offset, positions, now_ms)
 
         return self._append(total, encode)
 
@@ -310,7 +311,7 @@ class CommitLog(LogTail):
                 checksum=self._checksum,
                 attempts=attempts,
             )
-            return data.data, ends, None
+            return data, ends, None
 
         self._append(total, encode)
 

@@ -15,8 +15,8 @@ cannot say it: an answer without fields.
 
     receipt    i32 queue | i64 offset | i64 physical offset | i32 size | i64 store time | host
     errors     of puts: i32 size, error body for each of the messages whose numbers are in `failed`
-    receipts   of put_many: u8 size, host | i32 queue | for each chunk i32 count, i64 offset, i64 physical offset,
-               i64 store time, i32 sizes. Of pop: the texts, one a line
+    receipts   of put_many: u8 size, host | i32 queue | for each chunk i32 count of numbers, i64 offset, i64 store time,
+               i64 positions: of each message, and the end. Of pop: the texts, one a line
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from struct import Struct, error, pack, unpack_from
 from typing import Any, Final
-
-import numpy as np
 
 from mqstore.contract import Delivery
 from mqstore.errors import ConfigError, FormatError
@@ -49,7 +47,6 @@ _RECEIPTS: Final = {
 }
 """Receipts with their hosts, by their size."""
 _QUEUE: Final = Struct(">i")
-_CHUNK: Final = Struct(">iqqq")
 _RECORD: Final = Struct(f">i{QUEUE_OFFSET_AT - 4}xq")
 
 
@@ -140,9 +137,11 @@ def each_receipt(topic: str, count: int, fields: Fields, data: bytes) -> list[Se
 
 def receipts_bytes(receipts: SendReceipts) -> bytes:
     """Return the receipts of a `put_many`, without topic and unique keys."""
-    pieces = [bytes([len(receipts.host)]), receipts.host, _QUEUE.pack(receipts.queue.queue_id)]
-    for offset, physical_offset, sizes, stamp in receipts.chunks():
-        pieces += (_CHUNK.pack(len(sizes), offset, physical_offset, stamp), sizes.astype(">i4").tobytes())
+    host = receipts.host
+    pieces = [pack(f">B{len(host)}si", len(host), host, receipts.queue.queue_id)]
+    for offset, positions, stamp in receipts.chunks():
+        count = 2 + len(positions)
+        pieces.append(pack(f">i{count}q", count, offset, stamp, *positions))
     return b"".join(pieces)
 
 
@@ -153,10 +152,10 @@ def receipts_of(topic: str, data: bytes) -> SendReceipts:
         receipts = SendReceipts(QueueRef(topic, *_QUEUE.unpack_from(data, at)), data[1:at], {})
         at += _QUEUE.size
         while at < len(data):
-            count, offset, physical_offset, stamp = _CHUNK.unpack_from(data, at)
-            at += _CHUNK.size
-            receipts.add(offset, physical_offset, np.frombuffer(data, ">i4", count, at).astype(np.int64), stamp)
-            at += 4 * count
+            [count] = _QUEUE.unpack_from(data, at)
+            offset, stamp, start, *ends = unpack_from(f">{count}q", data, at + _QUEUE.size)
+            receipts.add(offset, (start, *ends), stamp)
+            at += _QUEUE.size + 8 * count
         return receipts
     except (error, ValueError, IndexError):
         raise FormatError("the receipts are damaged", "body", 0) from None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from operator import itemgetter
 from typing import overload
 
-from mqstore import arrays as np
 from mqstore.layout.messageid import encode_message_id
 from mqstore.log.writing.log_tail import QueueRef
 
@@ -97,13 +97,13 @@ class SendReceipts(Sequence[SendReceipt]):
         self._queue = queue
         self._host = host
         self._unique = unique
-        self._chunks: list[tuple[int, int, int, np.NDArray[np.int64], int]] = []
+        self._chunks: list[tuple[int, int, Sequence[int], int]] = []
         self._count = 0
 
-    def add(self, offset: int, physical_offset: int, sizes: np.NDArray[np.int64], store_timestamp_ms: int) -> None:
-        """Add contiguous messages from `physical_offset` on."""
-        self._chunks.append((self._count, offset, physical_offset, sizes, store_timestamp_ms))
-        self._count += len(sizes)
+    def add(self, offset: int, positions: Sequence[int], store_timestamp_ms: int) -> None:
+        """Add contiguous messages: `positions` are the physical offset of each, and the end of the last one."""
+        self._chunks.append((self._count, offset, positions, store_timestamp_ms))
+        self._count += len(positions) - 1
 
     @property
     def queue(self) -> QueueRef:
@@ -115,10 +115,9 @@ class SendReceipts(Sequence[SendReceipt]):
         """Store host, encoded."""
         return self._host
 
-    def chunks(self) -> Iterator[tuple[int, int, np.NDArray[np.int64], int]]:
-        """Yield the arguments of each `add`."""
-        for _, *chunk in self._chunks:
-            yield tuple(chunk)  # type: ignore[misc]  # of four
+    def chunks(self) -> list[tuple[int, Sequence[int], int]]:
+        """Return the arguments of each `add`."""
+        return [chunk for _, *chunk in self._chunks]  # type: ignore[misc]  # of three
 
     def __len__(self) -> int:
         return self._count
@@ -136,20 +135,16 @@ class SendReceipts(Sequence[SendReceipt]):
             index += self._count
         if not 0 <= index < self._count:
             raise IndexError(f"receipt {index} of {self._count}")
-        first, offset, physical, sizes, stamp = self._chunks[bisect_right(self._chunks, index, key=itemgetter(0)) - 1]
+        first, offset, positions, stamp = self._chunks[bisect_right(self._chunks, index, key=itemgetter(0)) - 1]
         within = index - first
-        at = physical + int(sizes[:within].sum())
-        return SendReceipt(
-            (self._queue, offset + within, at, int(sizes[within]), stamp, self._host, self._unique.get(index))
-        )
+        at, end = positions[within], positions[within + 1]
+        return SendReceipt((self._queue, offset + within, at, end - at, stamp, self._host, self._unique.get(index)))
 
     def __iter__(self) -> Iterator[SendReceipt]:
-        for first, offset, physical, sizes, stamp in self._chunks:
-            for i, size in enumerate(sizes.tolist()):
-                yield SendReceipt(
-                    (self._queue, offset + i, physical, size, stamp, self._host, self._unique.get(first + i))
-                )
-                physical += size
+        for first, offset, positions, stamp in self._chunks:
+            for i, (at, end) in enumerate(pairwise(positions)):
+                key = self._unique.get(first + i)
+                yield SendReceipt((self._queue, offset + i, at, end - at, stamp, self._host, key))
 
     def __repr__(self) -> str:
         return f"<{self._count} receipts of {self._queue}>"
