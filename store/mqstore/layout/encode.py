@@ -20,8 +20,6 @@ from mqstore.native import crc32c, kernel
 
 Encoded = tuple[bytearray, "array[int]"]
 """Consecutive records, and their positions: the physical offset of each, and the end of the last one."""
-_COPIED = ("flag", "sys_flag", "born_timestamp_ms", "born_host", "reconsume_times")
-"""Header fields that a copy takes from its source: flags, birth and attempts."""
 
 
 @cache
@@ -147,15 +145,13 @@ def encode_copies(
     position and store are new, `attempts` is added to `reconsume_times`, and the rest of the header is copied, for all
     records at once. Other parameters are those of `encode_records`.
     """
-    count = len(heads)
-    source = np.frombuffer(b"".join(heads), header_dtype(IPV4_BYTES, IPV4_BYTES))
-    header = np.zeros(count, header_dtype(IPV4_BYTES, len(store_host)))
-    for name in _COPIED:
-        header[name] = source[name]
+    header = np.frombuffer(bytearray().join(heads), header_dtype(IPV4_BYTES, IPV4_BYTES))
+    if len(store_host) == IPV6_BYTES:
+        header = header.astype(header_dtype(IPV4_BYTES, IPV6_BYTES))
+        header["sys_flag"] |= STORE_HOST_V6
     header["reconsume_times"] += attempts
     header["magic"] = magics
     header["queue_id"] = queue_ids
     header["queue_offset"] = queue_offsets
-    if len(store_host) == IPV6_BYTES:
-        header["sys_flag"] |= STORE_HOST_V6
+    header["prepared_transaction_offset"] = 0
     return _assembled(header, bodies, tails, physical_offset, timestamp_ms, store_host, checksum)

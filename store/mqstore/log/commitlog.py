@@ -16,6 +16,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import count
 from operator import attrgetter
 from struct import Struct
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -255,9 +256,9 @@ class CommitLog(LogTail):
         Returns (first queue offset, positions, store timestamp), as `SendReceipts.add` takes them. The caller has
         checked that together they fit a segment. `body_bytes` is the size of all bodies.
         """
-        count = len(bodies)
-        total = self.header_bytes * count + body_bytes
-        total += len(tails) * count if isinstance(tails, bytes) else sum(map(len, tails))
+        number = len(bodies)
+        total = self.header_bytes * number + body_bytes
+        total += len(tails) * number if isinstance(tails, bytes) else sum(map(len, tails))
 
         def encode(position: int) -> _Encoded[tuple[int, array[int], int]]:
             offset = queue.next_offset
@@ -275,7 +276,7 @@ class CommitLog(LogTail):
                 flags=flags,
                 checksum=self._checksum,
             )
-            return data, {queue: offset + count}, (offset, positions, now_ms)
+            return data, {queue: offset + number}, (offset, positions, now_ms)
 
         return self._append(total, encode)
 
@@ -293,25 +294,22 @@ class CommitLog(LogTail):
         total = self.header_bytes * len(heads) + sum(map(len, bodies)) + sum(map(len, tails))
 
         def encode(position: int) -> _Encoded[None]:
-            ends = {queue: queue.next_offset for queue in queues}
-            offsets = []
-            for queue in queues:
-                offsets.append(ends[queue])
-                ends[queue] += 1
+            counters = {queue: count(queue.next_offset) for queue in set(queues)}
+            shown = queues if len(counters) > 1 else queues[:1]  # one stands for all
             data, _ = encode_copies(
                 heads,
                 bodies,
                 tails,
-                magics=[queue.magic for queue in queues],
-                queue_ids=[queue.queue_id for queue in queues],
-                queue_offsets=offsets,
+                magics=[queue.magic for queue in shown],
+                queue_ids=[queue.queue_id for queue in shown],
+                queue_offsets=[next(counters[queue]) for queue in queues],
                 physical_offset=position,
                 timestamp_ms=self._time_ns() // _MS_NS,
                 store_host=self._store_host,
                 checksum=self._checksum,
                 attempts=attempts,
             )
-            return data, ends, None
+            return data, {queue: next(each) for queue, each in counters.items()}, None
 
         self._append(total, encode)
 

@@ -141,10 +141,14 @@ class Batch(BatchFields):
         pop_time_ms, invisible_ms = self.times(offset)
         return is_visible(pop_time_ms, pop_time_ms + invisible_ms, now_ms)
 
-    def bit(self, offset: int) -> int:
-        """Return the bit mask of one message. Raises ValueError if the batch does not contain it."""
-        distance = offset - self.start
-        return 1 << (distance if self.deltas is None else self.deltas.index(distance))
+    def bits(self, offsets: list[int]) -> int:
+        """Return the bit mask of some messages. Raises ValueError if the batch does not contain one."""
+        places = [offset - self.start for offset in offsets]
+        if self.deltas is not None:
+            places = [self.deltas.index(place) for place in places]
+        if places and places == [*range(places[0], places[0] + len(places))]:  # of thousands, at once
+            return (1 << len(places)) - 1 << places[0]
+        return sum({1 << place for place in places})
 
     def open_offsets(self) -> Iterable[int]:
         """Return the offsets that are not settled, ascending."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from mqstore.broker.names import POP_LOG_KEY, RETRY_PREFIX, QueueKey, is_retry_topic
@@ -331,10 +332,9 @@ class Replay:
         state.skipped = {offset: name for offset, name in state.skips().items() if offset < high}
         # Do not wait for messages of a deleted topic, or messages that only a damaged log names.
         for batch in dict.fromkeys((*state.in_flight.values(), *state.released.values())):
-            gone = [offset for offset in batch.open_offsets() if not low <= offset < high]
-            if gone:
+            if gone := [offset for offset in batch.open_offsets() if not low <= offset < high]:
                 state.settle(batch, gone)
-        state.committed = min((*state.in_flight, *state.released), default=state.cursor)
+        state.committed = min(chain(state.in_flight, state.released), default=state.cursor)
         return True
 
     def _release(self, state: QueueState, now_ms: int) -> None:

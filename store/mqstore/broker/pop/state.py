@@ -176,7 +176,7 @@ class QueueState(QueueFields):
             for offset in offsets:
                 old = self.released.pop(offset, None)
                 if old is not None:
-                    self._strike(old, old.bit(offset))
+                    self._strike(old, old.bits([offset]))
         self.in_flight.update(zip(offsets, repeat(batch)))
         self._batches += 1
         self.timeline.add(batch.pop_time_ms + batch.invisible_ms, batch)
@@ -188,7 +188,7 @@ class QueueState(QueueFields):
             for offset in offsets:
                 old = self.in_flight.pop(offset, None)
                 if old is not None:
-                    self._strike(old, old.bit(offset))
+                    self._strike(old, old.bits([offset]))
         self.add(batch, offsets)
         self.last_pop_ms = max(self.last_pop_ms, batch.pop_time_ms)
 
@@ -204,18 +204,13 @@ class QueueState(QueueFields):
     def settle(self, batch: Batch, offsets: Iterable[int]) -> int:
         """Settle messages of the batch. Return how many of them were in flight.
         Messages that are settled already, or were popped again, are ignored."""
-        bits = 0
-        before = len(self.in_flight)
-        in_flight, start, deltas = self.in_flight, batch.start, batch.deltas
-        for offset in offsets:
-            if in_flight.get(offset) is batch:
-                del in_flight[offset]
-            elif self.released.get(offset) is batch:
-                del self.released[offset]
-            else:
-                continue
-            bits |= 1 << offset - start if deltas is None else batch.bit(offset)
-        self._strike(batch, bits)
+        in_flight, released = self.in_flight, self.released
+        before = len(in_flight)
+        known = [offset for offset in offsets if in_flight.get(offset) is batch or released.get(offset) is batch]
+        for offset in known:
+            if in_flight.pop(offset, None) is None:
+                released.pop(offset, None)
+        self._strike(batch, batch.bits(known))
         if self.timeline.entries > _COMPACT_FROM + 2 * self._batches:
             self._compact()
         return before - len(self.in_flight)
@@ -371,10 +366,9 @@ class QueueState(QueueFields):
             self.committed = self.cursor
         else:
             # Each offset is passed once, so this costs no more than popping it did.
-            at, cursor, in_flight, released = self.committed, self.cursor, self.in_flight, self.released
-            while at < cursor and at not in in_flight and at not in released:
-                at += 1
-            self.committed = at
+            in_flight, released = self.in_flight, self.released
+            held = in_flight.__contains__ if not released else lambda at: at in in_flight or at in released
+            self.committed = next(filter(held, range(self.committed, self.cursor)), self.cursor)
         return self.committed
 
     def standing(self, order: OrderInfo | None, now_ms: int) -> Standing:

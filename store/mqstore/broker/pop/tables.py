@@ -463,12 +463,12 @@ class PopTables(PopFields):
         found = self.store.get(key.topic, key.queue_id, offset, 1).messages
         return found[0] if found and found[0].offset == offset else None
 
-    def messages(self, key: QueueKey, offsets: Sequence[int]) -> Iterator[Message | None]:
-        """Yield the messages at ascending offsets, None for each that is gone or damaged.
+    def messages(self, key: QueueKey, offsets: Sequence[int]) -> list[Message | None]:
+        """Return the messages at ascending offsets, None for each that is gone or damaged.
         Neighbours are read together."""
-        i = 0
+        messages: list[Message | None] = []
         low = (self.store.offsets_or_none(key.topic, key.queue_id) or (0, 0))[0]
-        while i < len(offsets):
+        while (i := len(messages)) < len(offsets):
             j = i + 1
             if offsets[-1] - offsets[i] == len(offsets) - j:
                 j = len(offsets)  # all neighbours
@@ -479,11 +479,11 @@ class PopTables(PopFields):
             if begin <= offsets[j - 1]:
                 read = self.store.get(key.topic, key.queue_id, begin, offsets[j - 1] + 1 - begin).messages
             if len(read) == j - i == offsets[j - 1] + 1 - begin:
-                yield from read  # all neighbours
+                messages += read  # all neighbours
             else:
                 found = {message.offset: message for message in read}
-                yield from (found.get(offset) for offset in offsets[i:j])
-            i = j
+                messages += map(found.get, offsets[i:j])
+        return messages
 
     def move_to_dead_letters(self, state: QueueState, offset: int, reason: str, attempts: int | None = None) -> None:
         """Dead-letter the message at `offset`, or report it as lost if it is gone."""

@@ -316,7 +316,7 @@ class UnorderedQueues:
             late = [offset for offset, batch in due if batch.invisible_ms > 0 and offset not in (batch.failed or ())]
             self._tables.note_expired(state.key, late)
         try:
-            messages = list(self._tables.messages(state.key, [offset for offset, _ in due]))
+            messages = self._tables.messages(state.key, [offset for offset, _ in due])
             while (at := len(sources) + moved) < len(due):
                 if count := self._plain_copies(state, messages, due, at, copies):
                     sources += due[at : at + count]
@@ -364,7 +364,7 @@ class UnorderedQueues:
     def _plain_copies(
         self,
         state: QueueState,
-        messages: Sequence[Message | None],
+        messages: list[Message | None],
         due: Sequence[tuple[int, Batch]],
         at: int,
         copies: list[Copy],
@@ -376,11 +376,11 @@ class UnorderedQueues:
         if kernel is None or (begun is not None and group in begun.suspects.left):
             return 0
         last = math.inf if limit is None else limit - 1
-        some: list[Message] = []
-        for message, (_, batch) in zip(messages[at : at + _COPIES], due[at : at + _COPIES], strict=True):
-            if message is None or batch.pop_time_ms != pop_time_ms or message.reconsume_times >= last:
-                break
-            some.append(message)
+        plain = [
+            message is not None and batch.pop_time_ms == pop_time_ms and message.reconsume_times < last
+            for message, (_, batch) in zip(messages[at : at + _COPIES], due[at : at + _COPIES], strict=True)
+        ]
+        some = messages[at : at + [*plain, False].index(False)]
         if not some:
             return 0
         suffixes = {b"": (*self._retry_queue(state), encode_properties({FIRST_POP_TIME: str(pop_time_ms)}))}
@@ -476,9 +476,9 @@ class UnorderedQueues:
 def _by_reason(batch: Batch, offsets: list[int]) -> list[tuple[str, list[int]]]:
     """Return (reason, offsets) of deliveries that end. The reason is empty if their own records have it, or if their
     time has run out. Nothing else lets a delivery end before it began."""
-    if batch.invisible_ms > 0:
-        return [("", offsets)]
     changed = {*(batch.moved or ()), *(batch.failed or ())}
+    if batch.invisible_ms > 0 or not changed:
+        return [("" if batch.invisible_ms > 0 else REOPENED, offsets)]
     parted = (
         [offset for offset in offsets if offset in changed],
         [offset for offset in offsets if offset not in changed],
