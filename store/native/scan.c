@@ -58,23 +58,13 @@ PyObject *native_walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     if (!hold_range(args[0], start, end, &view))
         return NULL;
     const uint8_t *data = view.buf;
-    int64_t *found = NULL;
-    size_t count = 0, room = 0;
-    bool full = false;
+    int64_t count = 0, most = (end - start) / MIN_RECORD_BYTES;
+    int64_t *found = malloc((size_t)(limit < most ? limit : most) * sizeof *found + 1); /* unused pages take no memory */
     PyThreadState *others = PyEval_SaveThread();
-    while ((int64_t)count < limit && end - start >= MIN_RECORD_BYTES) {
+    while (found && count < limit && end - start >= MIN_RECORD_BYTES) {
         int32_t size = (int32_t)get32(data + start);
         if (size < MIN_RECORD_BYTES || size > end - start || !is_magic((int32_t)get32(data + start + MAGIC_AT)))
             break;
-        if (count == room) {
-            room = room ? 2 * room : 1024;
-            int64_t *more = realloc(found, room * sizeof *found);
-            if (!more) {
-                full = true;
-                break;
-            }
-            found = more;
-        }
         found[count++] = start;
         /* Each step depends on the one before, so every record would wait for memory. Most records are small: prefetch. */
         fetch(data + start + AHEAD, size < AHEAD ? size : 1);
@@ -82,11 +72,9 @@ PyObject *native_walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     }
     PyEval_RestoreThread(others);
     PyBuffer_Release(&view);
-    if (full) {
-        free(found);
+    if (!found)
         return PyErr_NoMemory();
-    }
-    PyObject *positions = PyByteArray_FromStringAndSize((char *)found, (Py_ssize_t)(count * sizeof *found));
+    PyObject *positions = PyByteArray_FromStringAndSize((char *)found, (Py_ssize_t)count * (Py_ssize_t)sizeof *found);
     free(found);
     return positions ? Py_BuildValue("NL", positions, (long long)start) : NULL;
 }

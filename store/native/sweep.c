@@ -105,38 +105,41 @@ PyObject *native_content_end(PyObject *module, PyObject *const *args, Py_ssize_t
     for (bool blank = true; blank && end > start;) {
         int64_t begin = end - start > STRETCH ? end - STRETCH : start;
         meet(data, end, begin);
-        for (uint64_t words[16]; blank && end - begin >= (int64_t)sizeof words;) {
-            uint64_t any = 0;
+        for (uint64_t words[16], any = 0; !any && end - begin >= (int64_t)sizeof words; end -= any ? 0 : (int64_t)sizeof words) {
             memcpy(words, data + end - sizeof words, sizeof words);
             for (size_t i = 0; i < sizeof words / sizeof *words; i++)
                 any |= words[i];
-            blank = !any;
-            end -= any ? 0 : (int64_t)sizeof words;
         }
-        while (blank && end > begin) {
-            blank = !data[end - 1];
-            end -= blank;
-        }
+        while (end > begin && !data[end - 1])
+            end--;
+        blank = end == begin;
     }
-    while (end > start && !data[end - 1])
-        end--;
     if (others)
         PyEval_RestoreThread(others);
     PyBuffer_Release(&view);
     return PyLong_FromLongLong(end);
 }
 
-/* sweep(buffer, start, stop, base, limit, checksums, populated, longs, ints) -> (count, stop, topics, tails, populated)
+/* Return true if nothing, or a BLANK and zeros, are left of a segment. */
+static bool is_used_up(const uint8_t *at, const uint8_t *end)
+{
+    bool blank = end - at >= BLANK_BYTES && get32(at) == (uint32_t)(end - at) && get32(at + MAGIC_AT) == (uint32_t)MAGIC_BLANK;
+    for (const uint8_t *next = at + BLANK_BYTES; blank && next < end; next++)
+        blank = !*next;
+    return blank || at == end;
+}
+
+/* sweep(buffer, start, stop, base, limit, checksums, populated, longs, ints, segment) -> (count, stop, topics, tails, populated)
 
    Read consecutive records from `start`, those that start before `stop`, at most `limit`. Ends at the first one that is not a
    record, does not have its own position as its physical offset (`base` is that of the buffer's start), or, with `checksums`, does
-   not match its CRC-32C. The enums name the rows of the tables. `topics` is the number of distinct topics, numbered in order of
-   first occurrence. `tails` counts the records with a possible CRC tail, marked in TAIL: Python must check them. */
+   not match its CRC-32C. The buffer may have several segments of `segment` bytes; 0: it is one. The enums name the rows of the
+   tables. `topics` is the number of distinct topics, numbered in order of first occurrence. `tails` counts the records with a
+   possible CRC tail, marked in TAIL: Python must check them. */
 PyObject *native_sweep(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     int64_t at = PyLong_AsLongLong(args[1]), stop = PyLong_AsLongLong(args[2]), base = PyLong_AsLongLong(args[3]);
-    int64_t limit = PyLong_AsLongLong(args[4]);
-    int64_t populated = PyLong_AsLongLong(args[6]);
+    int64_t limit = PyLong_AsLongLong(args[4]), populated = PyLong_AsLongLong(args[6]), segment = PyLong_AsLongLong(args[9]);
     int checksums = PyObject_IsTrue(args[5]);
     if (PyErr_Occurred())
         return NULL;
@@ -161,7 +164,7 @@ PyObject *native_sweep(PyObject *module, PyObject *const *args, Py_ssize_t nargs
         goto done;
     }
     const uint8_t *data = view->buf;
-    int64_t length = view->len, count = 0, tails = 0;
+    int64_t length = segment > 0 ? at - at % segment : view->len, count = 0, tails = 0; /* length: end of the segment */
     int64_t *l = longs->buf;
     int32_t *n = ints->buf;
     topics.data = data;
@@ -172,6 +175,8 @@ PyObject *native_sweep(PyObject *module, PyObject *const *args, Py_ssize_t nargs
        reading what was put just now takes less. */
     PyThreadState *others = checksums || stop - at >= MUCH_BYTES ? PyEval_SaveThread() : NULL;
     while (more) {
+        if (segment > 0 && at >= length)
+            length = segment < view->len - length ? length + segment : view->len;
         if (at >= populated && at < stop)
             populated = meet(data, stop, at);
         const uint8_t *record[SIDE_BY_SIDE];
@@ -221,6 +226,8 @@ PyObject *native_sweep(PyObject *module, PyObject *const *args, Py_ssize_t nargs
             tails += tail;
             at += p->size;
         }
+        if (!more && !full && segment > 0 && at < stop && count < limit && (more = is_used_up(data + at, data + length)))
+            at = length;
     }
     if (others)
         PyEval_RestoreThread(others);

@@ -276,6 +276,38 @@ def test_one_byte_that_is_not_zero_is_found_wherever_it_stands() -> None:
         assert content_end(far) == place + 1
 
 
+SIZE = 1024
+REST = SIZE - 98  # after a record of 98 bytes
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("end", "found"),
+    [
+        (encode_blank(REST).ljust(REST, b"\0"), [0, SIZE]),
+        (encoded([{"body": bytes(REST - 97)}], physical_offset=BASE + 98)[0], [0, 98, SIZE]),
+        (encoded([{"body": bytes(REST - 97 - 8)}], physical_offset=BASE + 98)[0] + encode_blank(8), [0, 98, SIZE]),
+        (encode_blank(REST).ljust(REST - 1, b"\0") + b"x", [0]),
+        (encode_blank(REST - 1).ljust(REST, b"\0"), [0]),
+        (bytes(REST), [0]),
+        (encoded([{"body": bytes(REST - 97 - 7)}], physical_offset=BASE + 98)[0] + bytes(7), [0, 98]),
+        (encoded([{"body": bytes(REST)}], physical_offset=BASE + 98)[0], [0]),
+    ],
+    ids=["blank", "full", "least blank", "byte after blank", "wrong blank", "zeros", "no room for a blank", "crossing"],
+)
+def test_run_continues_after_the_unused_end_of_a_segment(end: bytes, found: list[int]) -> None:
+    first, after = (encoded([{"body": b"x"}], physical_offset=BASE + at)[0] for at in (0, SIZE))
+    blank = encode_blank(SIZE).ljust(SIZE, b"\0")
+    headers, stop, _ = read_run(
+        first + end + after.ljust(SIZE, b"x") + blank, 0, 3 * SIZE, BASE, "crc32c-record", 100, segment_bytes=SIZE
+    )
+    assert headers.positions.tolist() == found
+    assert stop == found[-1] + headers.size.item(-1)
+    limited, stop, _ = read_run(first + end + after + blank, 0, SIZE, BASE, "crc32c-record", 100, segment_bytes=SIZE)
+    assert limited.positions.tolist() == found[:-1] + found[-1:] * (found[-1] < SIZE)
+    assert (stop == SIZE) == (SIZE in found)
+
+
 @compiled
 def test_bad_arguments_are_refused() -> None:
     assert kernel is not None
@@ -283,12 +315,12 @@ def test_bad_arguments_are_refused() -> None:
     longs, ints = np.zeros((7, 4), np.int64), np.zeros((5, 4), np.int32)
     for start, stop, limit in ((-1, 5, 4), (5, 4, 4), (0, len(log) + 1, 4), (0, len(log), 5), (0, len(log), -1)):
         with pytest.raises(ValueError, match=r"are not within|expected"):
-            kernel.sweep(log, start, stop, BASE, limit, True, 0, longs, ints)
+            kernel.sweep(log, start, stop, BASE, limit, True, 0, longs, ints, 0)
     for start, end in ((-1, 5), (5, 4), (0, len(log) + 1)):
         for function in (kernel.content_end, kernel.meet):
             with pytest.raises(ValueError, match="is not within"):
                 function(log, start, end)
-    count, *_ = kernel.sweep(log, 0, len(log), BASE, 4, True, 0, longs, ints)
+    count, *_ = kernel.sweep(log, 0, len(log), BASE, 4, True, 0, longs, ints, 0)
     assert count == 3
     prefixes, out, units = np.zeros(1, np.int32), np.zeros((7, 3), np.int64), np.zeros(60, np.uint8)
     given = (longs, ints, prefixes, out, np.zeros(3, np.bool_), units)

@@ -666,11 +666,13 @@ def test_queue_with_a_wild_first_offset_keeps_it(path: Path) -> None:
     """Nothing told against the number when the queue had no file yet. Then it had one, which began with a void slot
     in a log that begins at 0: the next recovery made the number nonsense."""
     store = open_store(path, profile="rocketmq")
-    receipts = [store.put("t", bytes(2000)) for _ in range(3)]
+    receipts = [store.put("t", bytes(2000)) for _ in range(2)]
     kill(store)
     overwrite_log(path, 20, (1).to_bytes(8, "big"))
     made = Made(path, "rocketmq", receipts)
     assert kinds(made.recover()) == ["bad_record"]
+    with open_store(path) as store:
+        receipts.append(store.put("t", bytes(2000)))
     with open_in("r", path) as reader:
         assert kinds(reader.verify()) == ["bad_record"]
         assert [m.physical_offset for m in reader.iter("t")] == [0, receipts[2].physical_offset]
@@ -996,7 +998,7 @@ def test_dry_run_writes_nothing_and_shows_the_plan(crashed: Made, options: dict[
 def test_progress_grows_to_the_total(clean: Made) -> None:
     seen: list[tuple[int, int]] = []
     recover(clean.path, config=CONFIG, progress=lambda done, total: seen.append((done, total)))
-    assert len(seen) > 3
+    assert len(seen) > 2
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert len({total for _, total in seen}) == 1
     assert seen[-1][0] == seen[-1][1] > 0

@@ -144,8 +144,10 @@ def _walk_while(
     return fronts, told
 
 
-@pytest.fixture
-def ten_segments(tmp_path: Path) -> Path:
+@pytest.fixture(params=[1, 2])
+def ten_segments(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Path of a store whose segments a scan reads one by one, or two by two."""
+    monkeypatch.setattr(scanner, "joined_bytes", lambda _: request.param << 14)
     with MessageStore(tmp_path, config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())) as writer:
         while writer.max_offset < 10 << 14:
             writer.put("orders", bytes(1000))

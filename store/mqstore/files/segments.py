@@ -61,6 +61,8 @@ class SegmentRun:
         self.added: dict[int, mmap.mmap] = {}
         #: For readers: why a file cannot be opened, by name. It counts as missing. Set by `load`.
         self.unreadable: dict[str, str] = {}
+        #: Starts of segments that `joined` must not read: a scan found a damaged or unfinished one among them.
+        self.alone = range(0)
         self._fs = fs
         self._max_mappings = max_mappings
         self._by_start: dict[int, Segment] = {}
@@ -284,6 +286,31 @@ class SegmentRun:
                 _, oldest = self._mapped.popitem(last=False)
                 oldest.mapping = None
         return mapping
+
+    def whole(self, segment: Segment, most: int) -> list[Segment]:
+        """Return the segments from `segment` on that `joined` may read, up to `most` bytes. Empty for fewer than two.
+        Damaged ones, those mapped for writing, and those in `alone` must be read by their mappings."""
+        found: list[Segment] = []
+        here: Segment | None = segment
+        while here is not None and here.length == here.size and here.start not in self.alone:
+            if here.writable or here.in_memory or (len(found) + 1) * here.size > most:
+                break
+            found.append(here)
+            here = self._by_start.get(here.end)
+        return found if len(found) > 1 else []
+
+    def joined(self, segment: Segment, most: int) -> bytes:
+        """Return the bytes of the segments that `whole` returns, one after the other.
+        Reading small segments takes less time than mapping them. There are fewer if one cannot be read now."""
+        parts: list[bytes] = []
+        with contextlib.suppress(OSError, MQStoreError):  # reading it alone raises it again
+            for here in self.whole(segment, most):
+                with self._fs.opened(here.path, os.O_RDONLY) as fd:
+                    data = self._fs.pread(fd, here.size, 0)
+                if len(data) < here.size:
+                    break
+                parts.append(data)
+        return b"".join(parts)
 
     def data_end(self, segment: Segment, start: int) -> int:
         """Return a position in a segment, at or after `start`, from which on there are certainly zeros.

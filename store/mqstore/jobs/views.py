@@ -135,9 +135,9 @@ def _segments(store: StoreReader, _: SourceOptions) -> Iterator[tuple[Any, ...]]
     events = scan_log(*(store.log_files, store.min_offset, store.checksum), checksums=False, on_front=lambda _: None)
     for event in events if segments else ():
         if isinstance(event, Good):
-            stamps = event.headers.store_timestamp_ms
-            count, first = seen.get(event.base, (0, 0, int(stamps[0])))[1:3]
-            seen[event.base] = (event.end - event.base, count + len(event.headers), first, int(stamps[-1]))
+            for start, end, stamps in event.by_segment(store.log_files.segment_bytes):
+                count, first = seen.get(start, (0, 0, stamps.item(0)))[1:3]
+                seen[start] = (end - start, count + len(stamps), first, stamps.item(-1))
     for segment in segments:
         used, count, first_ms, last_ms = seen.get(segment.start, (0, 0, None, None))
         try:

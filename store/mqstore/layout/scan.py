@@ -129,6 +129,7 @@ def read_run(
     *,
     checksums: bool = True,
     met: int = 0,
+    segment_bytes: int = 0,
 ) -> tuple[Headers, int, int]:
     """Return the headers of consecutive records from `start` on that verify and begin before `stop`.
 
@@ -137,6 +138,7 @@ def read_run(
 
     Returns (headers, end, met). The last record ends at `end`. If there are fewer than `limit`, the next one does not
     verify, or `stop` comes next. `met` is the end of the mapping's pages that were loaded: pass it to the next call.
+    With `segment_bytes`, for compiled parts, `buf` has several segments of this size, each with a BLANK or full.
     """
     view = _bytes_of(buf)
     if kernel is None:
@@ -145,7 +147,9 @@ def read_run(
     room = min(limit, max(0, stop - start) // MIN_RECORD_BYTES + 1) + ROW_SPACE
     longs, ints = np.empty((_LONG_ROWS, room), np.int64), np.empty((_INT_ROWS, room), np.int32)
     whole = checksums and checksum == "crc32c-record"
-    count, end, topics, tails, met = kernel.sweep(view, start, stop, base, min(limit, room), whole, met, longs, ints)
+    count, end, topics, tails, met = kernel.sweep(
+        *(view, start, stop, base, min(limit, room), whole, met, longs, ints, segment_bytes)
+    )
     good = count
     if checksums and not whole:
         holds = verify(view, Headers(view, longs[_POSITION, :count], run=Run(longs, ints, topics)), checksum)

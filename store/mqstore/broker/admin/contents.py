@@ -214,13 +214,13 @@ def _walk_log(
     # While a writer runs, all records before the end that is read here are complete.
     for event in until_torn(events, lambda: NEVER_TORN if live else store.parts.torn_from()) if segments else ():
         if isinstance(event, Good):
-            entry = segments[event.base]
-            stamps = event.headers.store_timestamp_ms
-            if entry["first_store_timestamp_ms"] is None:
-                entry["first_store_timestamp_ms"] = int(stamps[0])
-            entry["last_store_timestamp_ms"] = int(stamps[-1])
-            entry["messages"] += len(event.headers)
-            entry["used"] = event.end - event.base
+            for start, stop, stamps in event.by_segment(size):
+                entry = segments[start]
+                if entry["first_store_timestamp_ms"] is None:
+                    entry["first_store_timestamp_ms"] = stamps.item(0)
+                entry["last_store_timestamp_ms"] = stamps.item(-1)
+                entry["messages"] += len(stamps)
+                entry["used"] = stop - start
             end = event.end
             if event.end > dispatched:
                 undispatched += _without_queue(store, event, dispatched)

@@ -364,7 +364,7 @@ class RecordReader:
             raise LookupError(f"{self._root} has no message at physical offset {physical_offset}: {check.detail}")
         return self.decoded(buffer, segment.start, at)
 
-    def decoded(self, buffer: mmap.mmap, base: int, at: int) -> Message:
+    def decoded(self, buffer: mmap.mmap | bytes, base: int, at: int) -> Message:
         """Return the message of the record at byte `at` of a segment that starts at `base`. The record is verified."""
         record = decode_record(buffer, at)
         code = tags_code_at(buffer, at, self._parts.delay_table_ms)

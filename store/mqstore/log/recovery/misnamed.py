@@ -22,7 +22,7 @@ from mqstore.files.segments import SegmentRun
 from mqstore.layout.record import MAGIC_AT, MAGIC_V1, MAGIC_V2, PHYSICAL_OFFSET_AT, Checksum, check_record
 from mqstore.layout.scan import content_end, find_next
 from mqstore.log.recovery.report import Cut, RecoveryReport
-from mqstore.log.recovery.scanner import record_at
+from mqstore.log.recovery.scanner import joined_bytes
 from mqstore.log.recovery.tail import free_cut_path, save_bytes
 
 _MAGICS = tuple(magic.to_bytes(4, "big", signed=True) for magic in (MAGIC_V1, MAGIC_V2))
@@ -47,8 +47,7 @@ def misnamed_segments(run: SegmentRun, checksum: Checksum, fs: FileSystem, start
     occupies rightly."""
     own = {os.path.basename(segment.path) for segment in run.segments()}
     others = [name for name in _names(run, fs) if name not in own]
-    looked_at = [segment.start for segment in run.segments() if segment.end > start]
-    if not others and all(record_at(run, each, checksum) is not None for each in looked_at):
+    if not others and _begin_with_records(run, start, checksum):
         return {}
     said = {os.path.basename(segment.path): segment.start for segment in run.segments()}
     found = {
@@ -79,6 +78,20 @@ def misnamed_segments(run: SegmentRun, checksum: Checksum, fs: FileSystem, start
         if start in taken and name not in places:
             places[name] = next(free)
     return places
+
+
+def _begin_with_records(run: SegmentRun, start: int, checksum: Checksum) -> bool:
+    """Return True if a record verifies at the start of each segment from physical offset `start` on."""
+    size = run.segment_bytes
+    for segment in run.segments():
+        if segment.end <= start:
+            continue
+        buffer = run.joined(segment, joined_bytes()) or run.mapping(segment)
+        places = range(0, len(buffer), size)
+        if any(check_record(buffer, at, at + size, segment.start + at, checksum).status != "ok" for at in places):
+            return False
+        start = segment.start + len(buffer)
+    return True
 
 
 def rename_segments(run: SegmentRun, places: dict[str, int], fs: FileSystem) -> None:

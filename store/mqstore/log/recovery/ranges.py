@@ -64,7 +64,8 @@ RANGE_BYTES = 64 << 20
 @dataclass(frozen=True, slots=True)
 class LogRange:
     """The records that begin in bytes [low, high) of the segment at physical offset `base`.
-    `low` and `high` count from the start of the segment."""
+    `low` and `high` count from the start of the segment. `high` is greater than its size if the range has several whole
+    segments, which are small."""
 
     base: int
     low: int
@@ -121,18 +122,24 @@ class RangeResult:
         return self.unlisted + len(self.bads) + of_queues
 
 
-def cut_ranges(run: SegmentRun, range_bytes: int, end: int) -> list[LogRange]:
+def cut_ranges(run: SegmentRun, range_bytes: int, end: int, together: int) -> list[LogRange]:
     """Return the log of an open store up to `end`, cut into ranges of about equal size.
-    No range spans two segments. Raises ConfigError if `range_bytes` is less than 1."""
+    Small segments share a range of at most `together` bytes. Raises ConfigError if `range_bytes` is less than 1."""
     if range_bytes < 1:
         raise ConfigError(f"range_bytes must be at least 1, not {range_bytes}")
-    ranges = []
+    ranges: list[LogRange] = []
     for segment in run.segments():
-        ranges += _cut(segment.start, min(segment.length, segment.size, end - segment.start), range_bytes)
+        if not ranges or ranges[-1].base + ranges[-1].high <= segment.start:
+            ranges += _cut(run, segment, range_bytes, end, together)
     return ranges
 
 
-def _cut(base: int, length: int, range_bytes: int) -> list[LogRange]:
+def _cut(run: SegmentRun, segment: Segment, range_bytes: int, end: int, together: int) -> list[LogRange]:
+    """Return a range of small segments from `segment` on, or the ranges of `segment`."""
+    base = segment.start
+    if whole := run.whole(segment, min(range_bytes, together, end - base)):
+        return [LogRange(base, 0, whole[-1].end - base)]
+    length = min(segment.length, segment.size, end - base)
     if length <= 0:
         return []
     pieces = -(-length // range_bytes)
@@ -168,11 +175,14 @@ def read_range(
         first = found - segment.start
     result = RangeResult(piece, first, first)
     batch = batch_for(len(parts.queue_table))
+    size = run.segment_bytes
 
     def events() -> Iterator[Good | Bad]:
         result.end = yield from scan_segment(
             run, segment, first, checksum, stop=piece.high, blank=result.blank, batch=batch
         )
+        if piece.high > size:  # at a segment that is not whole the range ends
+            result.range = LogRange(piece.base, 0, max(size, result.end))
 
     for event in events():
         if isinstance(event, Bad):
@@ -241,8 +251,8 @@ class SegmentParts:
 class Stitcher:
     """Joins results so that they equal the events of a scan of the whole log.
     `read(range, start)` is called for ranges whose result is missing or does not fit. A record should begin at `start`.
-    None means where the first one verifies. Records from `until` on are not read. `until_torn` describes `watermark`,
-    `scan_log` describes `on_front`."""
+    None means where the first one verifies. Records from `until` on are not read. `cut_ranges` describes `together`,
+    `until_torn` describes `watermark`, `scan_log` describes `on_front`."""
 
     def __init__(
         self,
@@ -251,10 +261,11 @@ class Stitcher:
         read: Callable[[LogRange, int | None], RangeResult | None],
         *,
         until: int,
+        together: int,
         watermark: Callable[[], int],
         on_front: OnFront,
     ) -> None:
-        self._until = until
+        self._until, self._together = until, together
         self.read_again_count = 0
         self._run, self._checksum = parts.log_files, parts.checksum
         self._check = read
@@ -331,4 +342,4 @@ class Stitcher:
         edges = [0, *(result.range.high for result in found)]
         if edges[-1] >= length and edges[:-1] == [result.range.low for result in found]:
             return found
-        return _cut(segment.start, length, RANGE_BYTES)
+        return _cut(self._run, segment, RANGE_BYTES, self._until, self._together)

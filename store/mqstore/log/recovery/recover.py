@@ -38,6 +38,7 @@ from mqstore.files.segmentwriter import EXTENDED
 from mqstore.layout.consumequeue import VOID_SIZE, differing, is_void, unit_dtype
 from mqstore.layout.dispatch import Rows
 from mqstore.layout.record import QUEUE_OFFSET_AT
+from mqstore.layout.scan import Headers
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
 from mqstore.log.recovery.indexrepair import IndexRepair
@@ -345,10 +346,17 @@ class _Recovery:
 
     def _take(self, good: Good) -> None:
         """Write the units of a record batch, and keep its index entries."""
+        places = good.headers.positions
+        if good.base + places.item(0) < self.start < good.end:  # only the index needs the segments before `start`
+            before = places < self.start - good.base
+            for part, end in (before, self.start), (~before, good.end):
+                if part.any():
+                    self._take(good._replace(headers=Headers(good.buffer, places[part]), end=end))
+            return
         rows = self.parts.queue_table.rows_of(good.buffer, good.headers, good.base)
         self.last_record = int(rows.physical_offset[len(rows) - 1])
         self.last_store_timestamp_ms = int(rows.store_timestamp_ms[len(rows) - 1])
-        if good.end > self.start:  # a batch is within one segment, and `start` begins one
+        if good.end > self.start:
             self.report.messages += len(rows)
             if self.report.damaged_ranges:
                 self.report.quarantined += len(rows)

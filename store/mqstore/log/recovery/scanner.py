@@ -18,13 +18,14 @@ import mmap
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Literal, NamedTuple, TypeVar
 
 from mqstore import arrays as np
 from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.checkpoint import Checkpoint
-from mqstore.layout.record import Check, Checksum, Record, check_record, decode_record
+from mqstore.layout.record import MIN_RECORD_BYTES, Check, Checksum, Record, check_record, decode_record
 from mqstore.layout.scan import Headers, check_place, content_end, find_next, read_run
 from mqstore.log.reading.prefetch import Prefetch
 from mqstore.native import kernel
@@ -39,14 +40,22 @@ _CLOSE_BYTES = 4096
 
 
 class Good(NamedTuple):
-    """Consecutive records in one segment. `headers.positions` count from its physical start, `base`."""
+    """Consecutive records in a segment, or in several small ones.
+    `headers.positions` count from the physical start of the first one, `base`."""
 
-    segment: Segment
     base: int
-    buffer: mmap.mmap
+    buffer: mmap.mmap | bytes
     headers: Headers
     end: int
     """Physical offset after the last record."""
+
+    def by_segment(self, size: int) -> Iterator[tuple[int, int, np.NDArray[np.int64]]]:
+        """Yield (start of a segment, end of its records, their store times). Segments have `size` bytes."""
+        positions, stamps = self.headers.positions, self.headers.store_timestamp_ms
+        edges = np.flatnonzero(np.diff(positions // size)) + 1
+        for low, high in pairwise((0, *edges.tolist(), len(positions))):
+            last = self.base + positions.item(high - 1)
+            yield last - last % size, last + self.headers.size.item(high - 1), stamps[low:high]
 
 
 class Bad(NamedTuple):
@@ -122,6 +131,11 @@ def batch_for(queues: int) -> int:
     return max(_BATCH, min(64 * queues, _BATCH_MAX))
 
 
+def joined_bytes(batch: int = _BATCH) -> int:
+    """Return the number of bytes of small segments to read at once, instead of `batch` records."""
+    return 128 * batch
+
+
 def scan_log(
     run: SegmentRun,
     start: int,
@@ -177,12 +191,26 @@ def scan_segment(
     """Yield the events of a segment for records that begin in `[start, stop)`, counted from its start.
 
     A record should begin at `start`. `stop` None means the end of the segment. Physical offsets after which a segment
-    has only zeros are added to `blank`.
+    has only zeros are added to `blank`. Whole small segments after this one are read with it, up to `stop` if that is
+    given.
 
     Returns the position where the scan ended. The next record should begin there if it is at or after `stop`. The size
-    of a segment means that this segment is full. A smaller position means that no record verifies from there to `stop`.
+    of a segment means that this segment is full, a multiple that so are the next ones. A smaller position means that no
+    record verifies from there to `stop`.
     """
-    base = segment.start
+    base, size = segment.start, run.segment_bytes
+    most = joined_bytes(batch) if stop is None else stop
+    if start == 0 and kernel is not None and (joined := run.joined(segment, most)):
+        least = len(joined) // MIN_RECORD_BYTES + 1
+        read_joined = partial(read_run, joined, 0, checksums=checksums, met=len(joined), segment_bytes=size)
+        headers, end, _ = read_joined(len(joined), base, checksum, least)
+        if rest := end % size:
+            headers, end, _ = read_joined(end - rest, base, checksum, least)
+        run.alone = range(base + end, base + len(joined))
+        if len(headers):
+            yield Good(base, joined, headers, base + headers.positions.item(-1) + headers.size.item(-1))
+        if end:
+            return end
     buffer = run.mapping(segment)
     stop = len(buffer) if stop is None else min(stop, len(buffer))
     run.read_ahead(segment, start, stop)
@@ -214,7 +242,7 @@ def scan_segment(
                     # Compiled code reads the next batch on another processor, while the caller handles this one.
                     ahead.begin(partial(read, at, met))
                     length = at - int(headers.positions[0])
-                yield Good(segment, base, buffer, headers, base + at)
+                yield Good(base, buffer, headers, base + at)
                 del headers  # so that its memory is free before the next batch
                 if many:
                     continue
@@ -222,7 +250,7 @@ def scan_segment(
                 break
             check = check_at(run, segment, at, checksum)
             if check.status == "blank":
-                return run.segment_bytes
+                return size
             if blank is not None and stop == len(buffer) and used_end(run, segment, at) == at:
                 blank.add(base + at)
                 break
@@ -277,7 +305,7 @@ def join_segments(
                 position, segment = found, found_in
             at = yield from read(segment, position - segment.start)
             if at >= run.segment_bytes:
-                position = segment.end  # full to its end
+                position = segment.start + at  # full to its end
                 continue
             # The rest of this segment has no record.
             buffer = run.mapping(segment)

@@ -36,7 +36,7 @@ class Tail:
         count = 0
         for event in () if last.torn is None else scan_log(run, last.torn.end, checksum):
             if isinstance(event, Good):
-                whole_to[event.base] = event.end
+                whole_to |= {start: end for start, end, _ in event.by_segment(run.segment_bytes)}
                 count += len(event.headers)
         # Without any bytes at the end, its segment need not be read again.
         skipped = run.find(last.position) if last.torn is None and not last.detail else None

@@ -48,7 +48,7 @@ from mqstore.log.recovery.ranges import (
     read_range,
 )
 from mqstore.log.recovery.report import Finding, Kind, finding_of
-from mqstore.log.recovery.scanner import Bad, End, Good, scan_segment, until_torn, used_end
+from mqstore.log.recovery.scanner import Bad, End, Good, batch_for, joined_bytes, scan_segment, until_torn, used_end
 from mqstore.log.store_files import StoreParts
 
 if TYPE_CHECKING:
@@ -138,6 +138,7 @@ class Verifier:
         self.until = until
         """End of the part of the log that is checked while a writer runs."""
         self._until = 1 << 62 if until is None else until
+        self._together = joined_bytes(batch_for(len(parts.queue_table)))
         self._began_live = live
         self.torn_from: Callable[[], int] = (lambda: self._until) if live else parts.torn_from
         """Function that returns the physical offset from which the next opening treats bad bytes as a torn tail."""
@@ -250,7 +251,7 @@ class Verifier:
 
     def ranges(self, range_bytes: int = RANGE_BYTES) -> list[LogRange]:
         """Return the log in ranges that `check` can read separately. Raises ConfigError for a bad size."""
-        return cut_ranges(self._run, range_bytes, self._until)
+        return cut_ranges(self._run, range_bytes, self._until, self._together)
 
     def check(self, piece: LogRange, start: int | None = None) -> RangeResult | None:
         """Check the records of a range, their units and index entries. Returns None if retention removed them.
@@ -279,14 +280,13 @@ class Verifier:
             result.index = tally
         return result
 
-    def stitcher(self, results: Iterable[RangeResult] = ()) -> Stitcher:
+    def stitcher(self, results: Iterable[RangeResult] = (), together: int = 0) -> Stitcher:
         """Return a `Stitcher` of `results`. It reads ranges whose result is missing or does not fit."""
-        return Stitcher(
-            self._parts, results, self.check, until=self._until, watermark=self.torn_from, on_front=self.front_moved
-        )
+        ends = {"until": self._until, "together": together}
+        return Stitcher(self._parts, results, self.check, **ends, watermark=self.torn_from, on_front=self.front_moved)
 
     def _log(self, results: Iterable[RangeResult]) -> Iterator[Finding]:
-        stitcher = self.stitcher(results)
+        stitcher = self.stitcher(results, self._together)
         for event in stitcher.events():
             if isinstance(event, Bad):
                 yield self.bad(event)
@@ -333,7 +333,8 @@ class Verifier:
             self.unlisted += sum(1 for _ in again)
 
     def _in_order(self, parts: SegmentParts, queues: Collection[tuple[str, int]]) -> Iterator[Finding]:
-        events = scan_segment(self._run, parts.segment, parts.start, self._checksum)
+        stop = parts.results[-1].range.high
+        events = scan_segment(self._run, parts.segment, parts.start, self._checksum, stop=stop)
         with suppress(FileNotFoundError):  # retention removed it meanwhile
             for event in until_torn(events, self.torn_from):
                 if isinstance(event, Good):
