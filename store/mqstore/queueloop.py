@@ -32,6 +32,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from mqstore.client.delivery import Task, release
@@ -95,10 +96,12 @@ class QueueRun:
     _wait: Callable[[float], Awaitable[object]]
     _end_waits: Callable[[], object]
     """End each `_next()`, which returns the next task, and `_pause(seconds)`, which returns True if halted."""
-    _next: Callable[[], Awaitable[Any]]
+    _next: Callable[[], Awaitable[Task[Any]]]
     _pause: Callable[[float], Awaitable[bool]]
-    _call: Callable[[Any], Awaitable[object]]
+    _call: Callable[[Task[Any]], Awaitable[object]]
     """Call the handler with a task."""
+    _do: Callable[[Callable[[], Any]], Awaitable[Any]]
+    """Call something that may wait for the disk, to its end."""
     _end: Callable[[], Awaitable[object]]
     """End the loops, and call `release_rest`."""
 
@@ -179,15 +182,23 @@ class QueueRun:
                     )
                     await self._pause(PAUSE_S)
                     continue
-                with self._leasing(task.sync):
-                    async with task:
-                        wait_s, parked = self._wait_s(task.sync)
+                with self._leasing(task):
+                    try:
+                        wait_s, parked = self._wait_s(task)
                         if parked:
-                            await task.release(delay=wait_s)
+                            await self._do(partial(task.release, wait_s))
                         elif self.is_halted() or (wait_s and await self._pause(wait_s)):
-                            await task.release()
+                            await self._do(task.release)
                         else:
                             await self._call(task)
+                    except BaseException as error:
+                        leave = partial(task.__exit__, type(error), error, error.__traceback__)
+                        # A generator that is being closed cannot wait.
+                        if not (leave() if isinstance(error, GeneratorExit) else await self._do(leave)):
+                            raise
+                    else:
+                        if not (task.settled or task._ack_at_once()):
+                            await self._do(task.ack)
         finally:
             with self._lock:
                 self._loops -= 1
@@ -342,34 +353,22 @@ class ThreadRun(QueueRun):
         worker.is_cancelled = self.is_halted
         _now(self.loop())
 
-    async def _next(self) -> _Blocking:
+    async def _next(self) -> Task[Any]:
         queue = self.queue
         task = queue._get_at_once()
         if task is None:
             [delivery] = queue._take(1, True, None, None, stop=self._halted)
             task = Task(self.context, delivery, queue._codec)
-        return _Blocking(task)
+        return task
 
     async def _pause(self, wait_s: float) -> bool:
         return self._halted.wait(wait_s)
 
-    async def _call(self, task: _Blocking) -> None:
-        check_has_run(self._handler(task.sync))
+    async def _call(self, task: Task[Any]) -> None:
+        check_has_run(self._handler(task))
 
-
-class _Blocking:
-    """A task as those of `mqstore.aio`, for a coroutine that blocks."""
-
-    def __init__(self, task: Task[Any]) -> None:
-        self.sync = task
-
-    async def release(self, delay: float = 0) -> None:
-        self.sync.release(delay)
-
-    async def __aenter__(self) -> None: ...
-
-    async def __aexit__(self, *error: Any) -> bool:
-        return self.sync.__exit__(*error)
+    async def _do(self, work: Callable[[], Any]) -> Any:
+        return work()
 
 
 def _now(coroutine: Coroutine[Any, Any, Any]) -> Any:

@@ -238,6 +238,7 @@ class _Run(QueueRun):
         super().__init__(twin.sync, handler, *options, coroutines=True)
         self._twin = twin
         self._bridge = twin._bridge
+        self._do = self._bridge.finish
         self._handler = handler
         self._woken = asyncio.Event()
         self._idle: set[Any] = set()
@@ -286,15 +287,16 @@ class _Run(QueueRun):
         finally:
             self._idle.discard(me)
 
-    async def _next(self) -> Any:
-        return await self._until_halted(self._twin.get())
+    async def _next(self) -> SyncTask[Any]:
+        task: Task[Any] = await self._until_halted(self._twin.get())
+        return task.sync
 
     async def _pause(self, wait_s: float) -> bool:
         await self._until_halted(asyncio.sleep(wait_s))
         return False
 
-    async def _call(self, task: Task[Any]) -> None:
-        result = self._handler(task)
+    async def _call(self, task: SyncTask[Any]) -> None:
+        result = self._handler(Task(self._bridge, task))
         if inspect.isawaitable(result):
             try:
                 result = await result
