@@ -130,7 +130,7 @@ class QueueRun:
         self.renew_s = self._visibility_ms / 12_000
         """Time between two calls of `renew`."""
         self._lock = Lock()
-        """Guards the next three."""
+        """Guards the next four."""
         self._counts: Counter[str | None] = Counter()
         """Number of tasks by their last verb, of "dead" ones by `nack`, and of those "parked" for their rate."""
         self._leased: dict[Task[Any], Held | int] = {}
