@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Answered = Callable[[Frame | None], object]
 """Function that takes the answer of a parked call, or None if it was lost and may not be repeated."""
-_RECEIVE_BYTES: Final = 256 << 10
+_RECEIVE_BYTES: Final = 64 << 10
 _FRAME_BYTES_MAX: Final = 256 << 20
 """Largest answer. A broker may send more than a client may send to us."""
 _IN_ONE: Final = 64

@@ -166,18 +166,15 @@ class FrameReader:
     def __iter__(self) -> Iterator[Frame]:
         """Yield each whole frame once. Raises FormatError for bytes that cannot be a frame: close the connection,
         since nothing after them can be found."""
-        while (frame := self._next()) is not None:
+        read = self._read
+        while read or self._at < len(self._buffer):
+            if kernel is not None and not read:
+                self._at = kernel.frames(self._buffer, self._at, self._limit, _AT_ONCE, _SLOTS, _WIDE, _NAMES, read)
+                read.reverse()
+            frame = read.pop() if read else self._next_by_python()
+            if frame is None:
+                return
             yield frame
-
-    def _next(self) -> Frame | None:
-        if self._read:
-            return self._read.pop()
-        if kernel is not None and self._at < len(self._buffer):
-            self._at = kernel.frames(self._buffer, self._at, self._limit, _AT_ONCE, _SLOTS, _WIDE, _NAMES, self._read)
-            if self._read:
-                self._read.reverse()
-                return self._read.pop()
-        return self._next_by_python()
 
     def _next_by_python(self) -> Frame | None:
         buffer, at = self._buffer, self._at

@@ -36,8 +36,6 @@ from mqstore.log.message import Message, UnitBatch, records_of
 from mqstore.remoting.calls import error_of
 
 Fields = Mapping[str, str]
-SHORT: Final = frozenset((31007, 31010, 31011, 31016, 31050, 31051))
-"""Codes of the calls that have a short form."""
 OPTIONS: Final = ("tag", "keys", "unique_key", "message_group")
 """Options of a short put."""
 _TEXT_MAX: Final = 512

@@ -189,7 +189,7 @@ class Connection(asyncio.Protocol):
             self._parse()
 
     def _takes_answers(self) -> bool:
-        return not (self._blocked or self.closed)
+        return not (self._blocked or self._finished or self._transport.is_closing())
 
     def send(self, frame: Frame, body: Body = b"") -> None:
         """Send an answer or a request of the server."""

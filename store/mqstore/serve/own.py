@@ -33,7 +33,7 @@ from mqstore.remoting.values import codec_of, dumps
 from mqstore.serve import operators
 from mqstore.serve.admin import check_group_unused, check_topic_unused, reset_consumers
 from mqstore.serve.creation import of_own
-from mqstore.serve.short import serve_short
+from mqstore.serve.short import FORMS
 
 if TYPE_CHECKING:
     from mqstore.broker.broker import Broker
@@ -152,7 +152,9 @@ class Own:
         call.is_own = True
         spec, fields = BY_CODE[call.frame.code], call.frame.fields
         if "topic" in fields and call.connection in self._sessions:
-            self._once_created(call, spec, fields, partial(serve_short, self, call, spec))
+            if (form := FORMS.get(spec.code)) is None:
+                raise ConfigError(f"{spec.name} has no short form")
+            self._once_created(call, spec, fields, partial(form, self, call, spec, fields))
         else:
             self._begin(call, spec)
 
@@ -166,7 +168,8 @@ class Own:
         if self.server.creation.may_lack(topic) or (group is not None and broker.groups.get(group) is None):
             return False
         call.is_own = True
-        serve_short(self, call, BY_CODE[call.frame.code])
+        code = call.frame.code
+        FORMS[code](self, call, BY_CODE[code], fields)
         return True
 
     def _once_created(self, call: Call, spec: Spec, given: Mapping[str, Any], work: Callable[[], object]) -> None:

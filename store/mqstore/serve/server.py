@@ -42,7 +42,6 @@ from mqstore.errors import (
 from mqstore.remoting.calls import code_of, error_body, is_known
 from mqstore.remoting.codes import GO_AWAY, NOT_SUPPORTED, Code, values_of
 from mqstore.remoting.frames import FRAME_BYTES_MAX, ONE_WAY, Frame
-from mqstore.remoting.short import SHORT
 from mqstore.serve import admin, groups, listening, own, pop, pull, queries, routes, send, transactions
 from mqstore.serve.auth import Users
 from mqstore.serve.connection import Call, Connection
@@ -50,6 +49,7 @@ from mqstore.serve.creation import Creation
 from mqstore.serve.listening import Address, Listening
 from mqstore.serve.metrics import Metrics
 from mqstore.serve.registry import Registry
+from mqstore.serve.short import FORMS
 
 if TYPE_CHECKING:
     from mqstore.broker.broker import Broker
@@ -420,7 +420,7 @@ class Server:
             call.reply(GO_AWAY, remark="the server stops")
             return
         trusted = self._users is None or connection.is_trusted
-        if frame.code in SHORT and trusted and self._attempt(call, partial(self.own.serve_at_once, call)) is not False:
+        if frame.code in FORMS and trusted and self._attempt(call, self.own.serve_at_once, call) is not False:
             self.metrics.requests[frame.code] += 1
             return
         if (handler := _HANDLERS.get(frame.code)) is None:
@@ -446,10 +446,10 @@ class Server:
                 _log.warning("requests of %s are refused: %s", call.connection.peer, error)
             raise
 
-    def _attempt(self, call: Call, work: Callable[[], object]) -> object:
-        """Return the result of `work`, or answer with its error."""
+    def _attempt(self, call: Call, work: Callable[..., object], *args: object) -> object:
+        """Return the result of `work(*args)`, or answer with its error."""
         try:
-            return work()
+            return work(*args)
         except Exception as error:
             if call.is_own and is_known(error):
                 call.reply(code_of(error), body=error_body(error), remark=str(error)[:1_000])

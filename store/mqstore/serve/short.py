@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from mqstore.errors import ConfigError
 from mqstore.log.commitlog import SendReceipt, SendReceipts
 from mqstore.log.message import records_of
-from mqstore.remoting.calls import error_body, is_known
+from mqstore.remoting.calls import CALLS, error_body, is_known
 from mqstore.remoting.short import (
     OPTIONS,
     Fields,
@@ -119,18 +118,15 @@ def _receipts(call: Call) -> list[str]:
     return body.decode(errors="replace").split("\n") if body else []
 
 
-_FORMS: Final[Mapping[str, Callable[[Own, Call, Spec, Fields], None]]] = {
-    "put": _put,
-    "put_many": _put_many,
-    "session.puts": _puts,
-    "read": _read,
-    "pop": _pop,
-    "ack": _ack,
+FORMS: Final[Mapping[int, Callable[[Own, Call, Spec, Fields], None]]] = {
+    CALLS[name].code: form
+    for name, form in {
+        "put": _put,
+        "put_many": _put_many,
+        "session.puts": _puts,
+        "read": _read,
+        "pop": _pop,
+        "ack": _ack,
+    }.items()
 }
-
-
-def serve_short(own: Own, call: Call, spec: Spec) -> None:
-    """Serve one call of a session. Raises ConfigError for one that has no short form."""
-    if (form := _FORMS.get(spec.name)) is None:
-        raise ConfigError(f"{spec.name} has no short form")
-    form(own, call, spec, call.frame.fields)
+"""Functions that serve a call of a session, by its code."""
