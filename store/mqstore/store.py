@@ -342,7 +342,7 @@ class Store(Closing, Sending):
         while self._is_empty(topic, queue_id):
             if not follow:
                 return
-            yield AtEnd({})
+            yield AtEnd({ref: 0 for ref in self.queues(topic) if queue_id in (None, ref.queue_id)})
             if start == "latest":
                 start = "earliest"  # all later messages are new
         yield from self.log.in_parts(topic, queue_id, start, stop, follow, tags)

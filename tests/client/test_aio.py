@@ -250,8 +250,9 @@ async def test_follower_gets_old_and_new_messages(store: aio.Store) -> None:
 )
 @in_store
 async def test_follower_of_a_queue_respects_its_bounds(
-    store: aio.Store, start: Any, stop: int, expected: bytes
+    store: aio.Store, monkeypatch: pytest.MonkeyPatch, start: Any, stop: int, expected: bytes
 ) -> None:
+    monkeypatch.setattr("mqstore.aio.store._NEW_QUEUES_S", 3600)  # it is called back
     for i in range(4):
         await store.put("t", b"%d" % i, queue_id=0)
     messages = store.iter("t", 0, start=start, stop=stop, follow=True)
@@ -278,6 +279,17 @@ def test_follower_of_another_process_polls(tmp_path: Path) -> None:
             assert (await step).body == b"b"
 
         with_store(test, tmp_path, mode="r")
+
+
+@in_store
+async def test_follower_of_an_empty_topic_is_called_back(store: aio.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mqstore.aio.store._NEW_QUEUES_S", 3600)
+    await store.create_topic("t", queues=2)
+    step = asyncio.create_task(anext(store.iter("t", follow=True)))
+    await asyncio.sleep(0)
+    await store.topics()  # behind its look
+    await store.put("t", b"x", queue_id=1)
+    assert (await step).body == b"x"
 
 
 @in_store

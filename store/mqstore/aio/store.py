@@ -204,7 +204,7 @@ class _Follower(Pages[Message]):
         self._end = AtEnd({})
 
     async def _fill(self) -> None:
-        every_s = _NEW_QUEUES_S if self._bridge.store.mode == "rw" and self._end.positions else _LOOK_S
+        every_s = _NEW_QUEUES_S if self._bridge.store.mode == "rw" else _LOOK_S
         await self._bridge.look(self._find, self._park, timeout_s=None, every_s=every_s)
 
     def _find(self) -> bool | None:

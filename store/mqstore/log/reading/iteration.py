@@ -124,7 +124,7 @@ class IteratingReader(StoreReader):
     def _wait_for_news(self, topic: str, queue_id: int | None, positions: dict[QueueRef, int]) -> None:
         """Return when a queue has grown beyond its position, or a new one exists, or after a while."""
         self.check_open()
-        if not positions:  # a topic without a message
+        if not any(positions.values()):  # a topic without a message
             time.sleep(_EMPTY_LOOK_S)
             return
         if queue_id is not None and len(positions) == 1:
