@@ -37,7 +37,7 @@ _TURN_FRAMES, _TURN_S = 256, 0.002
 class Call:
     """One request, until it is answered."""
 
-    __slots__ = ("cancel", "connection", "end", "frame", "is_own", "values")
+    __slots__ = ("__weakref__", "cancel", "connection", "end", "frame", "is_own", "values")
 
     def __init__(self, connection: Connection, frame: Frame) -> None:
         self.connection = connection

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakValueDictionary
 
 from mqstore.broker.items.changes import receipt_of
 from mqstore.broker.opening import CONFIG_CHECKS, findings
@@ -75,6 +76,8 @@ class _Session:
     """Producer groups that it answers checks of."""
     receives: set[tuple[str, str, int]] = field(default_factory=set)
     """Group, topic and queue of its waits for a pop."""
+    waits: WeakValueDictionary[int, Call] = field(default_factory=WeakValueDictionary)
+    """Its waits by number, while there is such a call."""
 
 
 class Own:
@@ -331,6 +334,7 @@ class Own:
     # -- waits ------------------------------------------------------------------------------------------------------
 
     def _wait(self, session: _Session, call: Call, spec: Spec, given: Given) -> None:
+        session.waits[call.frame.opaque] = call
         if not self.server.may_park(call.connection):
             self.server.park_for(call, _BUSY_MS, partial(self._reply, call, spec, True))
             return
@@ -346,8 +350,7 @@ class Own:
         )
 
     def _withdraw(self, session: _Session, number: int, turn: tuple[str, str, int] | None = None) -> None:
-        parked = session.connection.parked
-        if (waiting := next((call for call in parked if call.frame.opaque == number), None)) is not None:
+        if (waiting := session.waits.get(number)) in session.connection.parked:
             session.connection.forget(waiting)
         elif turn is not None:  # its answer was on the way, and wakes nobody
             self.broker.wake_one(*turn)
