@@ -198,7 +198,7 @@ class Router(Sending):
         config = self._topics.for_send(topic)
         if queue_id is None:
             queue_id = self._turns.next(topic, config.write_queues)
-        return self._store.put_many(topic, bodies, queue_id, durability=durability)
+        return self._writer.put_many(topic, bodies, queue_id, durability=durability)
 
     def append(
         self,

@@ -192,10 +192,10 @@ class _Batch(UnitBatch):
 
 def places_of(data: bytes) -> Iterable[tuple[int, int]]:
     """Yield the start and the queue offset of each record. Raises FormatError."""
-    at = 0
-    while at < len(data):
-        size, offset = _RECORD.unpack_from(data, at) if len(data) - at >= MIN_RECORD_BYTES else (0, 0)
-        if not MIN_RECORD_BYTES <= size <= len(data) - at:
+    at, end = 0, len(data)
+    while at < end:
+        size, offset = _RECORD.unpack_from(data, at) if end - at >= MIN_RECORD_BYTES else (0, 0)
+        if not MIN_RECORD_BYTES <= size <= end - at:
             raise FormatError(f"a record of {size} bytes", "body", at)
         yield at, offset
         at += size
