@@ -165,6 +165,8 @@ class OffsetAssigner:
         """Return the slots after a queue's last record. Reading began at `start`, and the log ends at `end`."""
         first, seen = self._last.get(queue) or first_slot_in_range(queue, start, None)
         first = queue.max_offset if first is None else first
+        if first >= queue.max_offset:
+            return Behind(first, first, first, np.empty(0, np.int64), seen)
         inside = self._behind_lost(queue, first, seen, end)
         far = max(end, self._run.end) + LOST_SEGMENTS * self._run.segment_bytes
         stop = self._behind_lost(queue, inside, max(seen, end), far)

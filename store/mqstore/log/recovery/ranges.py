@@ -198,8 +198,9 @@ def read_range(
             result.body_checksum_only += len(rows) - int(np.count_nonzero(has_crc_tail(event.buffer, event.headers)))
         for listed in rows.listed():
             part = _take_queue(result, listed)
-            if part.straight:
-                differences = take_run(listed.topic, listed.queue_id, int(listed.queue_offset[0]), listed.units)
+            if part.straight and (
+                differences := take_run(listed.topic, listed.queue_id, listed.queue_offset.item(0), listed.units)
+            ):
                 part.unlisted += _list(part.findings, differences, max_errors)
     return result
 

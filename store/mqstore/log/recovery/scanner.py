@@ -128,7 +128,7 @@ def goes_on(run: SegmentRun, end: int) -> bool:
 def batch_for(queues: int) -> int:
     """Return the number of records to read at once if each queue of a batch has a cost.
     With many queues a small batch has only a few records of each."""
-    return max(_BATCH, min(64 * queues, _BATCH_MAX))
+    return max(_BATCH, min(128 * queues, _BATCH_MAX))
 
 
 def joined_bytes(batch: int = _BATCH) -> int:
