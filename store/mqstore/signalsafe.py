@@ -151,7 +151,7 @@ def _begin_child() -> None:
 os.register_at_fork(after_in_child=_begin_child)
 
 
-_CLOSING = ("__exit__", "check_holds_none", "close", "stop")
+_CLOSING = ("__exit__", "_close_stopped", "_end_all", "_in_time", "check_holds_none", "close", "stop")
 
 
 def _is_ours(frame: FrameType) -> bool:
@@ -161,12 +161,12 @@ def _is_ours(frame: FrameType) -> bool:
 def check_holds_none() -> None:
     """Raise StoreBusyError if the calling thread has a lock that is not lent.
     For calls that wait for threads which may want that lock. Such a call is made by a signal handler. The check goes
-    through all objects of the process, but only if the call was made inside another call of this package."""
+    through all locks of the process, but only if the call was made inside another call of this package."""
     frame = inspect.currentframe()
     while frame is not None and (frame.f_code.co_name in _CLOSING or not _is_ours(frame)):
         frame = frame.f_back
     if frame is not None and frame.f_code.co_name != "__del__":
-        for each in gc.get_objects():
+        for each in gc.get_referrers(Lock, *Lock.__subclasses__()):  # an object refers to its class
             if issubclass(type(each), Lock) and each.is_held_here and not each.is_lent:
                 raise StoreBusyError("called in a signal handler that interrupted a call with a lock; call it later")
 
