@@ -160,13 +160,15 @@ _CAMPAIGNS = ("/campaigns/", "/crash/", "/damage/", "/fuzz/", "/model/", "/stres
 _COVERED = 1
 """Of a test with many parameters so many are measured. Measuring doubles the time of a test, and they go the same ways:
 what is printed is a lower bound."""
+_LONGEST = ("/stress/", "_run_twice_in_one_directory", "[test_served.py]", "[test_store.py]", "_under_load_")
+"""Parts of the names of tests that take ten seconds and more."""
 _UNMEASURED = pytest.StashKey[bool]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The one that takes a minute first: at the end one processor would wait for the other. What goes over the same
-    lines again and again, campaigns and drawn examples, is not measured."""
-    items.sort(key=lambda item: "/stress/" not in item.nodeid)
+    """The longest first: at the end one processor would wait for the other. What goes over the same lines again and
+    again, campaigns and drawn examples, is not measured."""
+    items.sort(key=lambda item: not any(name in item.nodeid for name in _LONGEST))
     seen: Counter[str] = Counter()
     for item in items:
         name = item.nodeid.partition("[")[0]
