@@ -157,44 +157,30 @@ static bool add_field(Lines *to, const char *name, const Span *value)
     return true;
 }
 
-/* Add `{"topic": "orders", "queue_id": 0, "queue_offset": `. */
-static bool add_queue(Lines *to, PyObject *quote, PyObject *batch)
-{
-    PyObject *queue = PyObject_GetAttrString(batch, "queue"), *number = queue ? PySequence_GetItem(queue, 1) : NULL;
-    bool added = false;
-    if (number && reserve(to, MOST_HEAD)) {
-        LAY(to, "{\"topic\": ");
-        long long id = PyLong_AsLongLong(number);
-        if ((added = !PyErr_Occurred() && add_quoted(to, quote, PySequence_GetItem(queue, 0)) && reserve(to, MOST_HEAD))) {
-            LAY(to, ", \"queue_id\": ");
-            lay_number(to, id);
-            LAY(to, ", \"queue_offset\": ");
-        }
-    }
-    Py_XDECREF(queue);
-    Py_XDECREF(number);
-    return added;
-}
-
 /* Add the line of a message. False, perhaps with an exception, if Python must do it. */
-static bool add_line(Lines *to, Lines *queue, Near *near, Located *message, PyObject *quote, bool stored)
+static bool add_line(Lines *to, PyObject **begin, Near *near, Located *message, PyObject *quote, PyObject *begin_of, bool stored)
 {
     PyObject *last = near->batch;
     Parts parts;
     if (near_record(near, message, &parts) < 0)
         return false;
-    if (last != near->batch || !queue->size) {
-        queue->size = 0;
-        if (!add_queue(queue, quote, near->batch))
-            return false;
+    if (last != near->batch || !*begin) {
+        PyObject *queue = PyObject_GetAttrString(near->batch, "queue");
+        Py_XDECREF(*begin);
+        *begin = queue ? PyObject_CallOneArg(begin_of, queue) : NULL;
+        Py_XDECREF(queue);
     }
+    Py_ssize_t size;
+    const char *text = *begin ? PyUnicode_AsUTF8AndSize(*begin, &size) : NULL;
+    if (!text)
+        return false;
     const uint8_t *data = near->view.buf, *record = data + message->start;
     uint32_t flags = get32(record + SYS_FLAG_AT);
     if (flags & (BORN_HOST_V6 | STORE_HOST_V6 | (stored ? 0 : COMPRESSED)) ||
-        !reserve(to, queue->size + MOST_HEAD + (parts.body_size + 2) / 3 * 4))
+        !reserve(to, size + MOST_HEAD + (parts.body_size + 2) / 3 * 4))
         return false;
     Span fields[3] = {{0}};
-    lay_text(to, queue->bytes, queue->size);
+    lay_text(to, text, size);
     lay_number(to, message->offset);
     LAY(to, ", \"physical_offset\": ");
     lay_number(to, (int64_t)get64(record + PHYSICAL_OFFSET_AT));
@@ -240,27 +226,28 @@ static bool add_line(Lines *to, Lines *queue, Near *near, Located *message, PyOb
     return true;
 }
 
-/* json_lines(messages, first, stored, quote) -> (text, the first message that is not in it)
+/* json_lines(messages, first, stored, quote, begin_of) -> (text, the first message that is not in it)
 
    Lines of the messages from `first` on, before a message that Python must write, and about MOST_TEXT bytes. With `stored` bodies stay
-   compressed. `quote` returns a str as JSON. */
+   compressed. `quote` returns a str as JSON, `begin_of` the first fields of a line of a queue. */
 PyObject *native_json_lines(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     Py_ssize_t i = PyLong_AsSsize_t(args[1]);
     int stored = PyObject_IsTrue(args[2]);
     if (PyErr_Occurred() || !PyList_Check(args[0]) || i < 0)
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "json_lines takes a list and an index");
-    Lines lines = {0}, queue = {0};
+    Lines lines = {0};
     Near near = {0};
+    PyObject *begin = NULL;
     Py_ssize_t whole = 0;
     for (; i < PyList_GET_SIZE(args[0]) && whole < MOST_TEXT; i++, whole = lines.size) {
         PyObject *message = PyList_GET_ITEM(args[0], i);
         if (!PyObject_TypeCheck(message, &LocatedType) ||
-            !add_line(&lines, &queue, &near, (Located *)message, args[3], stored))
+            !add_line(&lines, &begin, &near, (Located *)message, args[3], args[4], stored))
             break;
     }
     near_close(&near);
-    PyMem_Free(queue.bytes);
+    Py_XDECREF(begin);
     PyErr_Clear(); /* Python writes that message, or raises its error */
     PyObject *text = PyUnicode_DecodeASCII(lines.bytes ? lines.bytes : "", whole, NULL);
     PyMem_Free(lines.bytes);

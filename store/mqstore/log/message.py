@@ -12,6 +12,7 @@ import mmap
 from binascii import b2a_base64
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from json.encoder import encode_basestring_ascii
 from operator import attrgetter
 from struct import Struct
@@ -433,6 +434,12 @@ def row_of(message: Message, *, stored: bool = False) -> dict[str, Any]:
     }
 
 
+@lru_cache(maxsize=1 << 14)
+def _begin_of(queue: QueueRef) -> str:
+    """Return the first fields of each line of JSON of a queue."""
+    return f'{{"topic": {encode_basestring_ascii(queue.topic)}, "queue_id": {queue.queue_id}, "queue_offset": '
+
+
 def json_lines(messages: list[Message], first: int = 0, *, stored: bool = False) -> tuple[str, int]:
     """Return messages from `first` on as lines of JSON, and the number of the first message that is not among them.
 
@@ -440,7 +447,7 @@ def json_lines(messages: list[Message], first: int = 0, *, stored: bool = False)
     FormatError if the body of the message `first` cannot be inflated, and ImportError if that needs a package.
     """
     if kernel is not None:
-        text, after = kernel.json_lines(messages, first, stored, encode_basestring_ascii)
+        text, after = kernel.json_lines(messages, first, stored, encode_basestring_ascii, _begin_of)
         if after > first:
             return text, after
     row = row_of(messages[first], stored=stored)

@@ -70,7 +70,7 @@ def walk_log(
     for event in events if store.log_files.starts else ():
         if isinstance(event, Good):
             messages: list[Message] = []
-            parts = 0
+            places: list[np.ndarray] = []
             for found in verifier.placed(verifier.rows_of(event), wanted):
                 if isinstance(found, Finding):
                     if found.kind != "queue_offset":  # the right number is known, so no message is lost
@@ -79,9 +79,10 @@ def walk_log(
                 if found.first > found.expected:
                     yield (*found.queue.ref, found.expected, found.first)
                 messages += _messages_of(event, found, store.records.finder(found.queue.topic))
-                parts += 1
-            if parts > 1:  # one queue after the other
-                messages.sort(key=attrgetter("physical_offset"))
+                places.append(found.units["physical_offset"])
+            if len(places) > 1:  # one queue after the other
+                order = np.argsort(np.concatenate(places).astype(np.int64), kind="stable")
+                messages = [messages[i] for i in order.tolist()]
             verifier.done_bytes = event.end - first
             yield messages
         elif isinstance(event, Bad):
@@ -276,7 +277,7 @@ class StoreFiles(Closing):
         wanted = (lambda topic, number: topic in topics and queue_id in (None, number)) if topics else None
         for item in walk_log(store, verifier, wanted):
             self._front = began, verifier.front
-            if isinstance(item, list):
+            if topics and isinstance(item, list):
                 queues.update(map(attrgetter("topic"), item))
             if progress is not None:
                 progress(verifier.done_bytes, verifier.total_bytes)

@@ -119,7 +119,7 @@ class OffsetAssigner:
             is_first = queue not in self._last
             expected: int | None
             expected, seen = self._last.get(queue) or self._first_slot(
-                queue, least_plausible(said, units["physical_offset"])
+                queue, said.item(0) if follow else least_plausible(said, units["physical_offset"])
             )
             if follow and said[0] == expected and self._checksum == "crc32c-record":
                 slots, runs = said, [(0, len(said))]
