@@ -234,13 +234,6 @@ _OTHER_SLOT = kernel and kernel.LogTail.end
         ("message_parts", ([], 0, "t", b"\0\0", SLOTS, set(), [], [], [], {}), TypeError),
         ("message_parts", ([], 0, "t", b"\0\0", SLOTS, frozenset(), [], (), [], {}), TypeError),
         ("message_parts", ([], 0, "t", b"\0\0", SLOTS, frozenset(), [], [], [], []), TypeError),
-        ("first_ready", ([],), TypeError),
-        ("first_ready", ((), 0), TypeError),
-        ("first_ready", ([], -1), TypeError),
-        ("first_ready", ([], "0"), TypeError),
-        ("first_ready", ([], 1 << 70), OverflowError),
-        ("first_ready", ([(0, None, None)], 0), TypeError),
-        ("first_ready", ([(0, None)], 0), TypeError),
     ],
 )
 def test_bad_arguments_are_refused(function: str, arguments: tuple[Any, ...], error: type[Exception]) -> None:

@@ -31,7 +31,7 @@ static bool are_bytes(PyObject *names)
 
 static bool is_copy(PyObject *copy)
 {
-    return PyTuple_Check(copy) && PyTuple_GET_SIZE(copy) == 4 && PyObject_TypeCheck(PyTuple_GET_ITEM(copy, 0), &LocatedType) &&
+    return PyTuple_Check(copy) && PyTuple_GET_SIZE(copy) == 4 && is_a(PyTuple_GET_ITEM(copy, 0), &LocatedType) &&
            PyBytes_CheckExact(PyTuple_GET_ITEM(copy, 3));
 }
 
@@ -74,7 +74,7 @@ PyObject *native_restore(PyObject *module, PyObject *const *args, Py_ssize_t nar
     for (; i < PyList_GET_SIZE(args[0]); i++) {
         PyObject *message = PyList_GET_ITEM(args[0], i);
         Parts parts;
-        if (!PyObject_TypeCheck(message, &LocatedType))
+        if (!is_a(message, &LocatedType))
             break;
         if ((failed = near_record(&near, (Located *)message, &parts) < 0))
             break;
@@ -239,7 +239,7 @@ static bool find_records(PyObject *messages, Records *records, char *to)
     for (Py_ssize_t i = 0; plain && i < PyList_GET_SIZE(messages); i++) {
         Located *message = (Located *)PyList_GET_ITEM(messages, i);
         Parts parts;
-        if (!(plain = PyObject_TypeCheck(message, &LocatedType) && near_record(&near, message, &parts) == 0))
+        if (!(plain = is_a(message, &LocatedType) && near_record(&near, message, &parts) == 0))
             break;
         const uint8_t *record = (const uint8_t *)near.view.buf + message->start;
         plain = (get32(record + SYS_FLAG_AT) & BODY_ELSEWHERE) != BODY_ELSEWHERE;

@@ -242,7 +242,7 @@ PyObject *native_json_lines(PyObject *module, PyObject *const *args, Py_ssize_t 
     Py_ssize_t whole = 0;
     for (; i < PyList_GET_SIZE(args[0]) && whole < MOST_TEXT; i++, whole = lines.size) {
         PyObject *message = PyList_GET_ITEM(args[0], i);
-        if (!PyObject_TypeCheck(message, &LocatedType) ||
+        if (!is_a(message, &LocatedType) ||
             !add_line(&lines, &begin, &near, (Located *)message, args[3], args[4], stored))
             break;
     }

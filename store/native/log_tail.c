@@ -216,7 +216,7 @@ PyObject *log_tail_receipt(PyObject *tip, QueueTail *queue, const Stored *stored
 /* put(queue, body, tail, unique_key) -> a receipt, or None if `append` must do it. */
 static PyObject *log_tail_put(LogTail *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 4 || !PyObject_TypeCheck(args[0], &QueueTailType))
+    if (nargs != 4 || !is_a(args[0], &QueueTailType))
         return PyErr_Format(PyExc_TypeError, "put takes a queue, the body, the tail and the unique key");
     QueueTail *queue = (QueueTail *)args[0];
     if (!PyBytes_Check(args[1]) || !PyBytes_Check(args[2]) || !log_tail_has_receipts((PyObject *)self, queue))

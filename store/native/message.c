@@ -378,7 +378,7 @@ PyObject *native_tagged(PyObject *module, PyObject *const *args, Py_ssize_t narg
         const char *value;
         Py_ssize_t size;
         int passes = -1;
-        if (!PyObject_TypeCheck(message, &LocatedType))
+        if (!is_a(message, &LocatedType))
             PyErr_SetString(PyExc_TypeError, "tagged: messages must be Located");
         else if (near_record(&near, (Located *)message, &parts) == 0) {
             bool has_tag = value_of(near.view.buf, &parts, "TAGS", 4, &value, &size);

@@ -13,7 +13,7 @@
 #include "table.h"
 
 /* Incremented with every change of a function's arguments or result; store/mqstore/native.py has the same number. */
-#define NATIVE_VERSION 37
+#define NATIVE_VERSION 38
 
 #if !defined(__GNUC__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || !defined(__LP64__)
 #error "built by GCC or Clang, for processors with 64 bits that are little-endian; elsewhere mqstore runs on Python and numpy"
@@ -178,7 +178,7 @@ enum { ANY = -1 };
     F(join, 4) F(measure, 4) F(pairs, 2) F(find_inner, 4) F(record_holds, 4) F(open_beneath, 4) F(read_at, 3) F(lengths, 1) \
     F(encode, 8) F(restore, 6) F(identify, 3) F(copy_parts, 9) F(message_parts, 10) F(renumber, 5) F(put_entries, 6) \
     F(read_units, 12) F(tagged, 2) F(check_units, 12) F(frames, 8) F(frame_head, 8) F(records_of, 1) F(json_lines, 5) \
-    F(first_ready, 2) F(fence, 0)
+    F(fence, 0)
 #define DECLARED(name, count) PyObject *native_##name(PyObject *, PyObject *const *, Py_ssize_t);
 FUNCTIONS(DECLARED)
 extern PyTypeObject QueueTailType, LogTailType, LocatedType, SenderType, PutMethodType;
@@ -191,6 +191,12 @@ int sender_init(void);
 static inline bool makes_tuples(PyObject *type)
 {
     return type && PyType_Check(type) && PyType_FastSubclass((PyTypeObject *)type, Py_TPFLAGS_TUPLE_SUBCLASS);
+}
+
+/* PyObject_TypeCheck, which calls a function unless the type is that of the object, also at once for a class derived from it. */
+static inline bool is_a(PyObject *object, PyTypeObject *type)
+{
+    return Py_TYPE(object) == type || Py_TYPE(object)->tp_base == type || PyType_IsSubtype(Py_TYPE(object), type);
 }
 
 /* Drop the result of a call that is made for its effect. False with an exception. */

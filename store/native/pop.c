@@ -24,8 +24,8 @@ enum {
     SETTLED_BYTES = TEXT_BYTES + MOST_SETTLED * (NUMBER_BYTES + 1),
 };
 
-/* Members of a `Route` (routes.py): `single` and `settled`. */
-enum { SINGLE, SETTLED, AT_ONCE };
+/* The first members of a `Route` (routes.py). */
+enum { SOURCE, SETTLED, AT_ONCE };
 
 /* In a receipt: the revive queue, the mark and the broker's name. */
 #define NO_ORDER " 0 0 mqstore "
@@ -91,13 +91,12 @@ COLLECTED(pop_fields, PopFields, SHARED)
 /* Return true if all members are set, so that a put into the log is all that a record needs. */
 static bool has_log(const PopFields *self)
 {
-    return self->tip && PyObject_TypeCheck(self->tip, &LogTailType) && self->queue &&
-           PyObject_TypeCheck(self->queue, &QueueTailType) && self->pop_tail && PyBytes_Check(self->pop_tail) &&
+    return self->tip && is_a(self->tip, &LogTailType) && self->queue &&
+           is_a(self->queue, &QueueTailType) && self->pop_tail && PyBytes_Check(self->pop_tail) &&
            self->ack_tail && PyBytes_Check(self->ack_tail) && self->resets && PyDict_Check(self->resets) && self->orders &&
            PyDict_CheckExact(self->orders) && self->by_topic && PyDict_CheckExact(self->by_topic) && self->note &&
-           self->freed && self->batch && PyType_Check(self->batch) &&
-           PyType_IsSubtype((PyTypeObject *)self->batch, &BatchFieldsType) && self->delivery && PyType_Check(self->delivery) &&
-           PyType_FastSubclass((PyTypeObject *)self->delivery, Py_TPFLAGS_TUPLE_SUBCLASS);
+           self->freed && self->batch && PyType_Check(self->batch) && ((PyTypeObject *)self->batch)->tp_base == &BatchFieldsType &&
+           makes_tuples(self->delivery);
 }
 
 static int append(PopFields *self, const char *body, Py_ssize_t size, PyObject *tail, Stored *stored)
@@ -161,7 +160,7 @@ static BatchFields *last_in_order(const PopFields *shared, const QueueFields *st
     PyObject *record = PyDict_GetItemWithError(shared->orders, state->key);
     if (!record)
         PyErr_Clear();
-    return record && record == state->fifo && PyObject_TypeCheck(record, &BatchFieldsType) ? (BatchFields *)record : NULL;
+    return record && record == state->fifo && is_a(record, &BatchFieldsType) ? (BatchFields *)record : NULL;
 }
 
 /* Return the first of the next `count` messages if they are consecutive and only need to be delivered, borrowed. In order, all
@@ -185,7 +184,7 @@ static Located *next_of(const PopFields *shared, const QueueFields *state, int c
         return NULL; /* the housekeeper must be notified */
     Located **next = (Located **)((PyListObject *)state->ahead)->ob_item + state->ahead_at;
     for (int i = 0; i < count; i++)
-        if (!PyObject_TypeCheck((PyObject *)next[i], &LocatedType) || next[i]->offset != next[0]->offset + i)
+        if (!is_a((PyObject *)next[i], &LocatedType) || next[i]->offset != next[0]->offset + i)
             return NULL;
     /* Offsets skipped between two messages count as settled. With nothing in flight before them, the offset table changes. */
     return PyDict_GET_SIZE(state->in_flight) || state->committed == next[0]->offset ? next[0] : NULL;
@@ -239,7 +238,7 @@ static PyObject *deliver(PopFields *self, QueueFields *state, int count, long lo
     /* Everything that needs memory is allocated before the record is written. */
     PyObject *numbers[MAX_BATCH], *result = NULL, *visible = PyLong_FromLongLong(visible_ms), *found = PyList_New(count);
     /* If the clock was set back, the pop time may be after `visible`. */
-    PyObject *due = PyLong_FromLongLong(pop_time_ms + invisible_ms);
+    PyObject *due = pop_time_ms + invisible_ms == visible_ms ? Py_XNewRef(visible) : PyLong_FromLongLong(pop_time_ms + invisible_ms);
     BatchFields *batch = (BatchFields *)((PyTypeObject *)self->batch)->tp_alloc((PyTypeObject *)self->batch, 0);
     Near near = {0};
     Parts parts;
@@ -452,7 +451,7 @@ static long long bit_of(const PopFields *self, const QueueFields *state, const C
     if (!found)
         return PyErr_Occurred() ? -1 : 0;
     if (found != (PyObject *)*batch) {
-        if (*batch || !PyObject_TypeCheck(found, &BatchFieldsType))
+        if (*batch || !is_a(found, &BatchFieldsType))
             return 0;
         *batch = (BatchFields *)found;
         if ((*batch)->moved != Py_None || (*batch)->deltas != Py_None || (*batch)->pop_time_ms != claim->pop_time_ms ||
@@ -492,7 +491,8 @@ static int settle(PopFields *self, QueueFields *state, const Claim *claims, int 
     int noted = noting(self, batch->local, in_order);
     if (noted < 0 || (!noted && batch->name < 0))
         goto done;
-    result = (rest = PyLong_FromLongLong(left)) && (name = PyLong_FromLongLong(batch->name)) ? 1 : -1;
+    bool named = noted && batch->name >= 0; /* the log has it, and not yet this acknowledgement */
+    result = (rest = PyLong_FromLongLong(left)) && (!named || (name = PyLong_FromLongLong(batch->name))) ? 1 : -1;
     if (result > 0 && noted)
         result = note_entry(self, ((QueueTail *)self->queue)->next_offset, body, at - body) != 0;
     else if (result > 0)
@@ -500,7 +500,7 @@ static int settle(PopFields *self, QueueFields *state, const Claim *claims, int 
     if (result <= 0)
         goto done;
     state->noted |= noted > 0;
-    for (int i = 0; i < count && noted && batch->name >= 0; i++)
+    for (int i = 0; i < count && named; i++)
         if (PyDict_SetItem(state->acks, numbers[i], name) < 0) {
             result = -1;
             goto done;
@@ -522,8 +522,8 @@ static int settle(PopFields *self, QueueFields *state, const Claim *claims, int 
         goto done;
     }
     TimelineFields *timeline = (TimelineFields *)state->timeline;
-    if (timeline->entries > COMPACT_FROM + 2 * state->batches)
-        result = succeeded(PyObject_CallMethodNoArgs((PyObject *)state, compact_name)) ? 1 : -1;
+    if (timeline->entries > COMPACT_FROM + 2 * state->batches && 4 * ++timeline->asked > timeline->entries)
+        result = succeeded(PyObject_CallMethodNoArgs((PyObject *)timeline, compact_name)) ? 1 : -1;
     if (result > 0 && state->written != state->committed) {
         PyObject *committed = PyLong_FromLongLong(state->committed), *key = Py_NewRef(state->key);
         result = committed ? note(self, key, committed) : -1;
@@ -586,7 +586,7 @@ static int settle_run(PopFields *self, PyObject *states, const Claim *claims, in
             done = -1;
     }
     long long left;
-    if (done > 0 && claims->in_order && PyObject_TypeCheck(state->fifo, &BatchFieldsType) &&
+    if (done > 0 && claims->in_order && is_a(state->fifo, &BatchFieldsType) &&
         number_of(((BatchFields *)state->fifo)->left, &left) && !left &&
         !succeeded(PyObject_CallOneArg(self->freed, (PyObject *)state)))
         done = -1;
@@ -626,10 +626,8 @@ static PyObject *method_settle(PopFields *self, PyObject *const *args, Py_ssize_
 /* Return the route of a group and topic. A new reference; NULL, perhaps with an exception, if there is none. */
 static PyObject *route_of(const PopFields *self, PyObject *group, PyObject *topic)
 {
-    PyObject *key = PyTuple_Pack(2, group, topic), *route = NULL;
-    if (key && self->routes && PyDict_CheckExact(self->routes))
-        route = PyDict_GetItemWithError(self->routes, key);
-    Py_XDECREF(key);
+    PyObject *topics = self->routes && PyDict_CheckExact(self->routes) ? PyDict_GetItemWithError(self->routes, group) : NULL;
+    PyObject *route = topics && PyDict_CheckExact(topics) ? PyDict_GetItemWithError(topics, topic) : NULL;
     return route && PyTuple_Check(route) && PyTuple_GET_SIZE(route) > AT_ONCE ? Py_NewRef(route) : NULL;
 }
 
@@ -644,11 +642,14 @@ static PyObject *method_pop_at_once(PopFields *self, PyObject *const *args, Py_s
     if (!route && PyErr_Occurred())
         return NULL;
     if (route && self->slow && PyTuple_GET_ITEM(route, AT_ONCE) == Py_True) {
-        PyObject *state = PyTuple_GET_ITEM(route, SINGLE);
-        bool plain = state != Py_None && self->parked && PyAnySet_Check(self->parked) && !PySet_GET_SIZE(self->parked) &&
-                     number_of(args[3], &invisible_ms) && invisible_ms >= MIN_INVISIBLE_MS && invisible_ms <= MAX_INVISIBLE_MS;
+        PyObject *state = PyTuple_GET_ITEM(route, SOURCE);
+        bool ranked = PyList_CheckExact(state) && args[4] != Py_True;
+        bool plain = (ranked || is_whole(state)) && self->parked && PyAnySet_Check(self->parked) &&
+                     !PySet_GET_SIZE(self->parked) && number_of(args[3], &invisible_ms) && invisible_ms >= MIN_INVISIBLE_MS &&
+                     invisible_ms <= MAX_INVISIBLE_MS;
+        state = plain && ranked ? first_ready(state) : state;
         PyObject *items[] = {state, args[2], args[3], args[1], Py_True, args[4]};
-        found = plain ? method_deliver(self, items, 6) : PyObject_Vectorcall(self->slow, args, 5, NULL);
+        found = !state ? NULL : plain ? method_deliver(self, items, 6) : PyObject_Vectorcall(self->slow, args, 5, NULL);
     }
     Py_XDECREF(route);
     return found == Py_None ? PyList_New(0) : found;
@@ -701,6 +702,6 @@ PyTypeObject PopFieldsType = {
 
 int pop_init(void)
 {
-    compact_name = PyUnicode_InternFromString("_compact");
+    compact_name = PyUnicode_InternFromString("compact");
     return !compact_name || pop_fields_init() < 0 || PyType_Ready(&PopFieldsType) < 0 ? -1 : 0;
 }

@@ -4,7 +4,7 @@
 #include <stddef.h>
 #include <structmember.h>
 
-static PyObject *acquire_name, *is_owned_name, *release_name, *heappush;
+static PyObject *acquire, *is_owned, *release, *heappush; /* the first three are methods of RLock, without a look-up by name */
 
 /* --- a batch --- */
 
@@ -50,6 +50,7 @@ static PyMemberDef timeline_members[] = {
     {"_buckets", T_OBJECT_EX, offsetof(TimelineFields, buckets), 0, NULL},
     {"_times", T_OBJECT_EX, offsetof(TimelineFields, times), 0, NULL},
     {"entries", T_LONGLONG, offsetof(TimelineFields, entries), 0, NULL},
+    {"asked", T_LONGLONG, offsetof(TimelineFields, asked), 0, NULL},
     {NULL},
 };
 
@@ -110,60 +111,43 @@ PyTypeObject QueueFieldsType = {
 
 bool is_whole(PyObject *object)
 {
-    if (!PyObject_TypeCheck(object, &QueueFieldsType))
+    if (!is_a(object, &QueueFieldsType))
         return false;
     const QueueFields *state = (const QueueFields *)object;
 #define THERE(field) state->field &&
     return STATE(THERE) PyDict_CheckExact(state->in_flight) && PyDict_CheckExact(state->released) &&
            PyDict_CheckExact(state->acks) &&
-           PyList_CheckExact(state->ahead) && PyObject_TypeCheck(state->timeline, &TimelineFieldsType) &&
+           PyList_CheckExact(state->ahead) && is_a(state->timeline, &TimelineFieldsType) &&
            ((const TimelineFields *)state->timeline)->buckets && PyDict_CheckExact(((const TimelineFields *)state->timeline)->buckets) &&
            ((const TimelineFields *)state->timeline)->times && PyUnicode_Check(state->head) && PyTuple_Check(state->key) &&
            PyTuple_GET_SIZE(state->key) == 3;
 }
 
-/* first_ready(ranks, at) -> index, from `at` on, of the first of these (mark, state, end of the queue) whose queue may have a
-   message, or -1. */
-PyObject *native_first_ready(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *first_ready(PyObject *ranks)
 {
-    if (!has_arguments("first_ready", nargs, 2))
-        return NULL;
-    Py_ssize_t at = PyLong_AsSsize_t(args[1]);
-    if (at < 0 || !PyList_CheckExact(args[0])) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "a list and an index are expected");
-        return NULL;
-    }
-    for (; at < PyList_GET_SIZE(args[0]); at++) {
-        PyObject *rank = PyList_GET_ITEM(args[0], at);
+    for (Py_ssize_t at = 0; at < PyList_GET_SIZE(ranks); at++) {
+        PyObject *rank = PyList_GET_ITEM(ranks, at);
         if (!PyTuple_Check(rank) || PyTuple_GET_SIZE(rank) != 3 || !is_whole(PyTuple_GET_ITEM(rank, 1)) ||
-            !PyObject_TypeCheck(PyTuple_GET_ITEM(rank, 2), &QueueTailType)) {
+            !is_a(PyTuple_GET_ITEM(rank, 2), &QueueTailType)) {
             PyErr_SetString(PyExc_TypeError, "a rank is a mark, a state and the end of a queue");
             return NULL;
         }
         const QueueFields *state = (const QueueFields *)PyTuple_GET_ITEM(rank, 1);
         if (((const QueueTail *)PyTuple_GET_ITEM(rank, 2))->next_offset > state->cursor || state->cursor < 0 ||
             PyDict_GET_SIZE(state->released))
-            break;
+            return (PyObject *)state;
     }
-    return PyLong_FromSsize_t(at < PyList_GET_SIZE(args[0]) ? at : -1);
+    return Py_None;
 }
 
 int try_lock(QueueFields *state)
 {
-    PyObject *args[] = {state->lock, Py_False};
-    /* A call by a signal handler that interrupted the lock's owner: Python raises the error. */
-    PyObject *owned = PyObject_CallMethodNoArgs(state->lock, is_owned_name);
-    if (!owned || owned == Py_True) {
-        Py_XDECREF(owned);
-        return owned ? 0 : -1;
-    }
-    Py_DECREF(owned);
-    PyObject *granted = PyObject_VectorcallMethod(acquire_name, args, 2, NULL);
-    if (!granted)
-        return -1;
-    int taken = granted == Py_True;
-    Py_DECREF(granted);
+    PyObject *args[] = {state->lock, Py_False}, *owned = PyObject_Vectorcall(is_owned, args, 1, NULL);
+    /* If it is owned, a signal handler has interrupted its owner: Python raises the error. */
+    PyObject *granted = owned == Py_False ? PyObject_Vectorcall(acquire, args, 2, NULL) : Py_NewRef(Py_False);
+    int taken = owned && granted ? granted == Py_True : -1;
+    Py_XDECREF(owned);
+    Py_XDECREF(granted);
     return taken;
 }
 
@@ -171,7 +155,7 @@ PyObject *unlocked(PyObject *lock, PyObject *result)
 {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    if (!succeeded(PyObject_CallMethodNoArgs(lock, release_name))) {
+    if (!succeeded(PyObject_CallOneArg(release, lock))) {
         Py_XDECREF(type);
         Py_XDECREF(value);
         Py_XDECREF(traceback);
@@ -184,13 +168,13 @@ PyObject *unlocked(PyObject *lock, PyObject *result)
 
 int pop_fields_init(void)
 {
-    acquire_name = PyUnicode_InternFromString("acquire");
-    is_owned_name = PyUnicode_InternFromString("_is_owned");
-    release_name = PyUnicode_InternFromString("release");
-    PyObject *module = PyImport_ImportModule("heapq");
-    heappush = module ? PyObject_GetAttrString(module, "heappush") : NULL;
-    Py_XDECREF(module);
-    if (!acquire_name || !is_owned_name || !release_name || !heappush)
+    PyObject *module = PyImport_ImportModule("_thread"), *lock = module ? PyObject_GetAttrString(module, "RLock") : NULL;
+    Py_XSETREF(module, PyImport_ImportModule("heapq"));
+    if (!lock || !module || !(heappush = PyObject_GetAttrString(module, "heappush")) ||
+        !(acquire = PyObject_GetAttrString(lock, "acquire")) || !(is_owned = PyObject_GetAttrString(lock, "_is_owned")) ||
+        !(release = PyObject_GetAttrString(lock, "release")))
         return -1;
+    Py_DECREF(lock);
+    Py_DECREF(module);
     return PyType_Ready(&BatchFieldsType) < 0 || PyType_Ready(&TimelineFieldsType) < 0 || PyType_Ready(&QueueFieldsType) < 0 ? -1 : 0;
 }

@@ -219,7 +219,7 @@ PyObject *putter_of(PyObject *putters, PyObject *topic, PyObject *queue_id, PyOb
     PyObject *queues = PyUnicode_CheckExact(topic) ? PyDict_GetItemWithError(putters, topic) : NULL;
     PyObject *queue =
         queues && PyDict_Check(queues) && PyLong_CheckExact(queue_id) ? PyDict_GetItemWithError(queues, queue_id) : NULL;
-    PyObject *found = queue && PyObject_TypeCheck(queue, &QueueTailType) ? ((QueueTail *)queue)->plain_tail : NULL;
+    PyObject *found = queue && is_a(queue, &QueueTailType) ? ((QueueTail *)queue)->plain_tail : NULL;
     *tail = found && PyBytes_Check(found) && PyBytes_GET_SIZE(found) >= PROPERTIES_LENGTH_BYTES ? Py_NewRef(found) : NULL;
     return *tail ? queue : NULL;
 }
@@ -501,7 +501,7 @@ static PyObject *method_call(PyObject *method, PyObject *const *args, size_t nar
 {
     PutMethod *self = (PutMethod *)method;
     Py_ssize_t nargs = PyVectorcall_NARGS(nargsf);
-    if (nargs && self->owner && PyObject_TypeCheck(args[0], (PyTypeObject *)self->owner)) {
+    if (nargs && self->owner && is_a(args[0], (PyTypeObject *)self->owner)) {
         PyObject *sender = *(PyObject **)((char *)args[0] + self->slot->d_member->offset), *receipt = NULL;
         if (sender && Py_IS_TYPE(sender, &SenderType)) {
             Py_INCREF(sender);

@@ -168,20 +168,20 @@ class Batch(BatchFields):
 class Timeline(TimelineFields):
     """Visible times of deliveries. An entry is a hint: only its batch knows whether a message is due."""
 
-    __slots__ = ("asked",)
+    __slots__ = ()
 
     _buckets: dict[int, Batch | list[Batch]]
     """A single batch is stored without a list: a list of one would double the memory."""
     _times: list[int]
     """Keys of `_buckets`, as a heap."""
     entries: int
+    asked: int
+    """Number of requests to drop settled entries since that was last done."""
 
     def __init__(self) -> None:
         self._buckets = {}
         self._times = []
-        self.entries = 0
-        self.asked = 0
-        """Number of requests to drop settled entries since that was last done."""
+        self.entries = self.asked = 0
 
     def add(self, at_ms: int, batch: Batch) -> None:
         there = self._buckets.get(at_ms)

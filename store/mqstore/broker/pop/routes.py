@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from mqstore.broker.names import EXPIRY, QueueKey, is_retry_topic, pop_retry_topic, retry_topic
@@ -20,12 +19,18 @@ class Rank(NamedTuple):
     state: QueueState
     tail: ConsumeQueue
 
+    @property
+    def is_ready(self) -> bool:
+        """True if the queue may have a message. Needs no lock. Compiled: `first_ready` of popfields.c."""
+        state = self.state
+        return self.tail.next_offset > state.cursor or state.cursor < 0 or bool(state.released)
+
 
 class Route(NamedTuple):
     """Queues that hold the messages of one topic for one group. Compiled code uses the first three members."""
 
-    single: QueueState | None
-    """The only queue, if `at_once`."""
+    source: QueueState | list[Rank] | None
+    """The only queue, or those of `ranks`, if `at_once` and no random choice is needed."""
     settled: list[QueueState] | None
     """`queues`, if compiled code may settle in them."""
     at_once: bool
@@ -65,7 +70,7 @@ class Routes:
         """Return the route of a group that pops a topic. A missing group may be created.
         Raises TopicNotFoundError, GroupNotFoundError or NotPermittedError."""
         known = self._tables.routes
-        if (route := known.get((group, topic))) is not None:
+        if (route := known.get(group, {}).get(topic)) is not None:
             return route
         self._tables.reads.check_group(group, topic)
         found = self._tables.reads.check_topic(topic)
@@ -93,20 +98,10 @@ class Routes:
                 for pairs in ([(0, state) for state in queues], retries)
             )
             ranks = _by_priority([*new, *again]), _by_priority([*again, *new])
-        single = queues[0] if at_once and not has_choice else None
-        route = Route(single, queues if quick else None, at_once, topic, queues, retries, has_choice, pops, ranks)
-        known[group, topic] = route
+        source = None if not at_once else ranks[0] if ranks is not None else None if has_choice else queues[0]
+        route = Route(source, queues if quick else None, at_once, topic, queues, retries, has_choice, pops, ranks)
+        known.setdefault(group, {})[topic] = route
         return route
-
-    def ready(self, ranks: list[Rank]) -> Iterator[Rank]:
-        """Yield the queues that may have a message. The others need no lock."""
-        if self._tables.offsets.resets:
-            yield from ranks
-            return
-        at = first_ready(ranks, 0)
-        while at >= 0:
-            yield ranks[at]
-            at = first_ready(ranks, at + 1)
 
     def retry_topics(self, group: str, topic: str) -> list[tuple[int, str]]:
         """Return (mark, name) of the topics that may hold copies of popped messages, existing or not.
@@ -136,18 +131,6 @@ class Routes:
         self._topics.on_change.remove(self._topic_changed)
         self._groups.on_change.remove(self._group_changed)
         self._topics.in_order.remove(self._in_order)
-
-
-def _first_ready(ranks: list[Rank], at: int) -> int:
-    """Return the index, from `at` on, of the first queue that may have a message, or -1."""
-    for i in range(at, len(ranks)):
-        _, state, tail = ranks[i]
-        if tail.next_offset > state.cursor or state.cursor < 0 or state.released:
-            return i
-    return -1
-
-
-first_ready: Callable[[list[Rank], int], int] = _first_ready if kernel is None else kernel.first_ready
 
 
 def _by_priority(ranks: list[Rank]) -> list[Rank]:

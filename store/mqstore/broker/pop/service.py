@@ -41,7 +41,7 @@ from mqstore.broker.pop.ordered import OrderedQueues
 from mqstore.broker.pop.orderinfo import ERROR_CHARS, check_order_info
 from mqstore.broker.pop.replay import Replay, count_begun
 from mqstore.broker.pop.request import Delivery, Pending, PopRequest
-from mqstore.broker.pop.routes import Routes, first_ready
+from mqstore.broker.pop.routes import Routes
 from mqstore.broker.pop.state import MAX_BATCH, NEVER_MS, QueueState
 from mqstore.broker.pop.tables import DeadLetter, PopTables
 from mqstore.broker.pop.unordered import UnorderedQueues
@@ -141,14 +141,11 @@ class PopService(BackgroundService):
         [] does not mean that the queues are empty or the arguments valid: then call `pop`. It is always [] for a group
         with retry topics, because only `pop` chooses between topics, and for a store that waits for the disk by
         default."""
-        route = self.tables.routes.get((group, topic))
+        route = self.tables.routes.get(group, {}).get(topic)
         if route is None or not route.at_once or not _MIN_INVISIBLE_MS <= invisible_ms <= _MAX_INVISIBLE_MS:
             return []
         if route.ranks is not None and not order:
-            at = first_ready(ranks := route.ranks[0], 0)
-            if at < 0:
-                return []
-            state = ranks[at].state
+            state = next((rank.state for rank in route.ranks[0] if rank.is_ready), route.queues[0])
         else:
             state = route.queues[int(self._rng() * 100) % len(route.queues) if route.has_choice else 0]
         found = self.tables.deliver(state, n, invisible_ms, topic, True, order)
@@ -164,11 +161,14 @@ class PopService(BackgroundService):
         if local and not order and not self.tables.journal_end:
             self.tables.journal.open()
         # Looked up each time, because the topic may have been altered during the wait.
-        route = self.tables.routes.get((group, topic)) or self._routes.require(group, topic)
+        route = self.tables.routes.get(group, {}).get(topic) or self._routes.require(group, topic)
         roll = int(self._rng() * 100) if route.has_choice else 0
         retries_first = bool(route.retries) and roll < _RETRY_PERCENT
         if route.ranks is not None and queue_id == -1 and not order:
-            sources = [(rank.mark, rank.state) for rank in self._routes.ready(route.ranks[retries_first])]
+            ready = route.ranks[retries_first]
+            if not self._parts.offsets.resets:
+                ready = [rank for rank in ready if rank.is_ready]
+            sources = [(rank.mark, rank.state) for rank in ready]
         else:
             chosen = route.queues if queue_id == -1 else [route.queue(queue_id)]
             at = roll % len(chosen)
@@ -278,7 +278,7 @@ class PopService(BackgroundService):
     def ack_at_once(self, group: str, topic: str, receipts: Sequence[str] | str) -> int:
         """Acknowledge without waiting for a lock or the disk.
         Returns the number of settled receipts, from the front. The others are for `ack`."""
-        route = self.tables.routes.get((group, topic))
+        route = self.tables.routes.get(group, {}).get(topic)
         return self.tables.settle(route.settled, receipts) if route is not None and route.settled else 0
 
     def release(
@@ -403,7 +403,7 @@ class PopService(BackgroundService):
             self._store.room.pace()
         first = claims[0]
         last = max(claims, key=lambda claim: claim.offset) if len(claims) > 1 else first
-        route = self.tables.routes.get((group, topic))
+        route = self.tables.routes.get(group, {}).get(topic)
         if route is not None and first.mark == 0 and first.queue_id < len(route.queues):
             known = route.queues[first.queue_id]
             if last.offset < known.cursor:  # popped, so the tables need not be checked

@@ -113,10 +113,10 @@ class PopTables(PopFields):
     journal_end: int
     """End of the journal's entries. 0 while it is closed."""
     _parked: set[Waiter]
-    routes: dict[tuple[str, str], Route]
-    """Known routes, by (group, topic)."""
+    routes: dict[str, dict[str, Route]]
+    """Known routes, by group and topic."""
     slow: Callable[[str, str, int, int, bool], list[Delivery]]
-    """`PopService.pop_at_once`, for all but a single queue without waiting receivers."""
+    """`PopService.pop_at_once`, with waiting receivers or a choice between queues."""
 
     if TYPE_CHECKING:
 
