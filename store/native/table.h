@@ -79,6 +79,9 @@
 
 /* mqstore.broker.pop.batch */
 #define SAME_MOMENT_MS 1000
+#define FIFO 999
+#define I32_MAX 2147483647
+#define I64_MAX 9223372036854775807
 
 /* mqstore.broker.pop.state */
 #define MAX_BATCH 32
