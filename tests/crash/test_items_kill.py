@@ -38,6 +38,7 @@ _VISIBLE_MS, _UNIQUE_FOR_MS = 20_000, 15_000
 _REPEATS_MS = 2_000
 """The timer may deliver a message again after a kill if it did so in this time before."""
 _KEYS = ("key-a", "key-b")
+_STATES: Any = ("ready", "leased", "retry", "delayed", "dead")
 _HELD = {"ack": 18, "nack": 7, "reject": 3, "release": 8, "progress": 3}
 """Steps with a leased item, and how often."""
 _KINDS = {"put": 32, "get": 28, **_HELD, "cancel": 9, "purge": 2, "advance": 6, "look": 3}
@@ -123,8 +124,9 @@ class Work:
         def rows(items: Any) -> list[Any]:
             return sorted([i.value, i.state, i.attempt, round(1000 * (i.until or 0)), i.progress] for i in items)
 
-        found = {key: rows(self.queue.find(key)) for key in _KEYS}
-        states = {state: rows(self.queue.items(state)) for state in ("ready", "leased", "retry", "delayed", "dead")}
+        number = self.model.steps["look"]  # all keys and states each time would take twice as long
+        key, state = _KEYS[number % len(_KEYS)], _STATES[number % len(_STATES)]
+        found, states = {key: rows(self.queue.find(key))}, {state: rows(self.queue.items(state))}
         counts, size = self.queue.counts(), self.queue.qsize()
         return {"items": rows(self.queue.items()), "states": states, "counts": counts, "size": size, "keys": found}
 
