@@ -99,7 +99,7 @@ def worked(checksum: Checksum, **changes: Any) -> bytes:
     return encode_record(**{**WORKED, **changes}, checksum=checksum)
 
 
-def copy_of(stored: bytes, record: Record) -> bytes:
+def copy_of(stored: bytes, record: Record, checksum: Checksum = "crc32-body") -> bytes:
     """The record as the code under test makes it of its own parts."""
     body_at = 88
     data, positions = encode_copies(
@@ -112,7 +112,7 @@ def copy_of(stored: bytes, record: Record) -> bytes:
         physical_offset=record.physical_offset,
         timestamp_ms=record.store_timestamp_ms,
         store_host=record.store_host,
-        checksum="crc32-body",
+        checksum=checksum,
     )
     assert [*positions] == [record.physical_offset, record.physical_offset + record.total_size]
     data[76:84] = record.prepared_transaction_offset.to_bytes(8, "big")  # a copy is of no transaction
@@ -125,6 +125,15 @@ def in_segment(record: bytes) -> bytes:
 
 
 # --- worked vectors -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_copy_has_the_checksum_of_its_own_bytes(monkeypatch: pytest.MonkeyPatch, is_compiled: bool) -> None:
+    """Without compiled parts it was that of bytes with the source's checksum: every redelivered message was lost."""
+    if not is_compiled:
+        monkeypatch.setattr("mqstore.layout.encode.kernel", None)
+    record = decode_record(WORKED_BYTES_MQSTORE)
+    assert copy_of(WORKED_BYTES_MQSTORE, record, "crc32c-record") == WORKED_BYTES_MQSTORE
 
 
 def test_the_worked_vector_decodes_to_its_fields() -> None:

@@ -100,7 +100,9 @@ def _assembled(
     headers["store_timestamp_ms"] = timestamp_ms
     headers["store_host"] = store_host
     width, whole = headers.dtype.itemsize, checksum == "crc32c-record"
-    if not whole:
+    if whole:
+        headers["checksum"] = 0  # a copied header has that of its source
+    else:
         headers["checksum"] = np.fromiter(map(zlib.crc32, bodies), np.uint32, count) & np.uint32(0x7FFF_FFFF)
     if kernel is not None:
         tails = tails if isinstance(tails, bytes) else list(tails)
