@@ -267,6 +267,16 @@ def test_client_of_a_server_that_fails_is_named(world: World, order: bool) -> No
     assert named == [("failed", "worker-7"), *[("lease ended", "worker-7")] * (not order)]
 
 
+def test_each_delivery_of_an_answer_names_its_client(world: World) -> None:
+    for topic in "ttu":
+        world.store.put(topic, b"x", keys="k")
+    found = [each for topic in "tu" for each in world.broker.pop("g", topic, 9, local=False)]
+    world.broker.items.note_holder("g", found, "worker-7")
+    world.later(100)
+    ended = [event.holder for each in trace(world.path, "k").messages for event in each.events if event.holder]
+    assert ended == ["worker-7"] * 3
+
+
 @pytest.mark.parametrize("order", [False, True])
 def test_handler_that_was_running_at_a_kill_has_failed(world: World, order: bool) -> None:
     """A push consumer had one message in its handler, and had only fetched the other."""

@@ -527,7 +527,7 @@ def test_view_of_an_open_store_hides_no_commit_from_the_saving(pops: PopBench) -
 def test_batch_put_again_names_no_receiver_of_an_earlier_delivery(pops: PopBench, order: bool) -> None:
     pops.put("t", 1)
     [old] = pops.pop(order=order, local=False)
-    pops.state.note_holder(0, "client-1")
+    pops.state.note_holder([0], "client-1")
     pops.service.release("g", "t", [old.receipt])
     [again] = pops.pop(order=order, local=True)
     pops.service.nack("g", "t", again.receipt, delay_ms=600_000)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
+from operator import attrgetter, itemgetter
 from struct import Struct, error, pack, unpack_from
 from typing import Any, Final
 
@@ -45,6 +46,8 @@ _RECEIPTS: Final = {
 }
 """Receipts with their hosts, by their size."""
 _QUEUE: Final = Struct(">i")
+_terms, _queue = itemgetter(slice(2, None)), attrgetter("queue")
+"""Functions that return the fields of a delivery without message and receipt, and the queue of a message."""
 _RECORD: Final = Struct(f">i{QUEUE_OFFSET_AT - 4}xq")
 
 
@@ -213,7 +216,7 @@ def deliveries_answer(found: Sequence[Delivery]) -> tuple[dict[str, Any], bytes 
         return {"receipts": ""}, b""
     messages = [delivery[0] for delivery in found]
     queue = messages[0].queue
-    if len({delivery[2:] for delivery in found}) > 1 or len({message.queue for message in messages}) > 1:
+    if len(set(map(_terms, found))) > 1 or len(set(map(_queue, messages))) > 1:
         return None
     _, _, visible_at_ms, topic, queue_id, redeliveries = found[0]
     fields = {

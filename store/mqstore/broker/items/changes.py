@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from typing import Any, Unpack
 
 from mqstore.broker.context import Parts
@@ -53,6 +55,7 @@ from mqstore.signalsafe import Lock
 _ASKED = 8
 """Number of entries of the index to examine at first."""
 _FOR_EVER_MS = 1 << 62
+_message, _queue, _offset = itemgetter(0), attrgetter("queue"), attrgetter("offset")
 _LETTERS_MAX = 1_000
 
 
@@ -142,11 +145,11 @@ class WritableItems(Items):
 
     def note_holder(self, group: str, found: Iterable[Delivery], holder: str) -> None:
         """Note which client of a server has received some deliveries."""
-        for each in found:
-            state = self._pops.states.get(QueueKey(group, each.message.topic, each.message.queue_id))
+        for queue, messages in groupby(map(_message, found), _queue):
+            state = self._pops.states.get(QueueKey(group, *queue))
             if state is not None:
                 with state.lock:
-                    state.note_holder(each.message.offset, holder)
+                    state.note_holder(map(_offset, messages), holder)
 
     def purge(self, group: str, topic: str, state: State | None = None) -> int:
         """Remove items as `Queue.purge`. It is as durable as a put. A message that a delay level of RocketMQ has

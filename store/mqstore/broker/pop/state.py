@@ -285,9 +285,9 @@ class QueueState(QueueFields):
         self.notes[offset] = text if len(self.notes) < _NOTES_KEPT else ""
         self._drop_settled(self.notes)
 
-    def note_holder(self, offset: int, holder: str) -> None:
-        """Note the receiver of a delivery."""
-        self.holders[offset] = holder
+    def note_holder(self, offsets: Iterable[int], holder: str) -> None:
+        """Note the receiver of deliveries."""
+        self.holders.update(dict.fromkeys(offsets, holder))
         self._drop_settled(self.holders)
 
     def holder(self, batch: Batch, offset: int) -> str:
