@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,9 @@ broker. Of a test with many parameters one does, and one of each `kind`. `make t
 folder there."""
 
 ALL = os.environ.get("MQSTORE_TEST_CONNECT") == "1"
+_STEP = 5
+"""Of the ways of a test that goes on, restarts or dies (`then`) each fifth runs by the other doors, too. All values of
+each parameter are among them."""
 _LISTENERS = "counts the listeners in the broker's tables"
 _THREADS = "counts threads, and a connection has some of its own"
 _BELLS = "replaces the waits of all threads, and a connection has some of its own"
@@ -99,12 +104,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seen: set[object] = set()
+    numbers: defaultdict[object, Iterator[int]] = defaultdict(count)
     kept = []
     for item in items:
-        place = getattr(item, "callspec", None)
-        connected = place is not None and place.params.get("_broker_at") == "connect"
-        which = (item.obj, place.params.get("kind")) if connected else None
-        if not connected or which not in seen or ALL:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        connected = params.get("_broker_at") == "connect"
+        which = (item.obj, params.get("kind")) if connected else None
+        door = params.get("doors", "here")
+        number = 0 if door == "here" or "then" not in params else next(numbers[item.obj, door])
+        if ALL or not ((connected and which in seen) or number % _STEP):
             kept.append(item)
         if connected:
             seen.add(which)
