@@ -105,6 +105,7 @@ def store(mq_store: Store) -> Store:
 def remote(store: Store) -> Iterator[RemoteBroker]:
     serving = Serving(store.broker)
     broker = RemoteBroker(serving.address)
+    broker.server = serving.server  # type: ignore[attr-defined]
     yield broker
     broker.close()
     serving.close()
@@ -208,6 +209,14 @@ def test_expired_receipt_pops_nothing(remote: RemoteBroker, store: Store) -> Non
     with pytest.raises(ReceiptExpiredError):
         remote.pop("g", "orders", acks=[delivery.receipt])
     remote.ack("g", "orders", [again[0].receipt])
+
+
+def test_only_a_withdrawn_wait_leaves_the_server(remote: RemoteBroker, store: Store) -> None:
+    store.broker.topics.create("orders", queues=1)
+    waits = [remote.add_waiter("orders", 0, 0, lambda worth: None) for _ in range(3)]
+    assert remote.remove_waiter(waits[1])
+    remote.session.ping()
+    assert remote.server.parked == 2  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("code", [31010, 31011, 31016, 31050, 31051, 31060])
