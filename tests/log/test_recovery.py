@@ -995,6 +995,22 @@ def test_dry_run_writes_nothing_and_shows_the_plan(crashed: Made, options: dict[
     assert planned.as_dict() | {"seconds": 0} == done.as_dict() | {"seconds": 0}
 
 
+def test_segments_read_for_the_index_alone_give_no_units(path: Path) -> None:
+    """The index file was not full, so its keys are read from the first segment on. The queues lack only later units."""
+    store = open_store(path, index_slots=16, index_entries=500, segment_bytes=SEGMENT)
+    receipts = [store.put("orders", body(n), 0, keys=f"k{n}") for n in range(80)]
+    checkpointed(store)
+    receipts += [store.put("orders", body(n), 0, keys=f"k{n}") for n in range(80, 160)]
+    store.dispatch()
+    kill(store)
+    reboot(path)
+    with open_store(path) as store:
+        start = store.recovery.scanned_from
+        assert start > SEGMENT
+        assert store.recovery.messages == sum(receipt.physical_offset >= start for receipt in receipts)
+        assert [message.offset for n in range(160) for message in store.find("orders", key=f"k{n}")] == [*range(160)]
+
+
 def test_progress_grows_to_the_total(clean: Made) -> None:
     seen: list[tuple[int, int]] = []
     recover(clean.path, config=CONFIG, progress=lambda done, total: seen.append((done, total)))
