@@ -143,9 +143,10 @@ class TopicTable(ConfigTable):
         self._default_queues = store.config.default_queues
         self._foreign: dict[str, Any] = {}
         self._entered: dict[str, TopicConfig] = {}
-        # Look-ups add to the last two: _known gets topics that were found, _sendable those that were sent to.
+        # Look-ups add to the last three: _known gets topics that were found, the others those that were sent to.
         self._known: dict[str, TopicConfig] = {}
         self._sendable: dict[str, TopicConfig] = {}
+        self._ranked: dict[str, TopicConfig] = {}
         self._load()
 
     # -- looking up -------------------------------------------------------------------------------------------------
@@ -176,13 +177,12 @@ class TopicTable(ConfigTable):
         """Return the topic `name`, whose queues are priorities. A new one, or one with one queue, is made such a topic.
         Groups begin at the first message of each new queue. Raises ConfigError for a topic with several queues, or
         that a group consumes in order, and the errors of `for_send` and `alter`."""
-        known = self._sendable.get(name)
-        return known if known is not None and known.by_priority else self._prioritize(name)
+        return self._ranked.get(name) or self._prioritize(name)
 
     def _prioritize(self, name: str) -> TopicConfig:
         if self.get(name) is None:
             self.create(name, queues=1)
-        config = self.for_send(name)
+        ranked, config = self._ranked, self.for_send(name)  # in this order, as in _find
         if not config.by_priority:
             if config.read_queues != 1 or config.write_queues != 1:
                 raise ConfigError(
@@ -193,6 +193,7 @@ class TopicTable(ConfigTable):
             for group in self._offsets.groups_of(name):
                 for queue_id in config.queue_ids:
                     self._offsets.begin(QueueKey(group, name, queue_id))
+        ranked[name] = config
         return config
 
     def names(self, system: bool = False) -> list[str]:
@@ -487,6 +488,7 @@ class TopicTable(ConfigTable):
         self._entered = entered
         self._known = dict(entered)
         self._sendable = {}
+        self._ranked = {}
 
     def _load(self) -> None:
         value = self._file.load() or {}
