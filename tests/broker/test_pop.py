@@ -540,6 +540,16 @@ def test_receiver_waits_for_deliveries_of_the_other_order(pops: PopBench, order:
         assert woken == [True]
 
 
+def test_a_delivery_before_a_released_one_holds_the_offset(pops: PopBench) -> None:
+    pops.put("t", 3)
+    first, second, third = [pops.pop()[0] for _ in range(3)]
+    pops.release(third)
+    pops.ack(first)
+    assert pops.committed() == 1
+    pops.ack(second)
+    assert pops.committed() == 2
+
+
 def test_released_retry_wakes_a_receiver_of_another_queue(tmp_path: Path) -> None:
     """Whoever waits on a queue is given retries as well, but only who waited on queue 0 was told."""
     woken: list[bool] = []

@@ -93,6 +93,16 @@ def test_a_topic_whose_queues_are_no_priorities_is_refused(bench: Bench) -> None
     assert [value for value, _ in taken(queue)] == list("3456789210")
 
 
+def test_topic_that_was_created_again_has_no_priorities(bench: Bench) -> None:
+    queue = bench.queue()
+    for item in "ab":
+        queue.put(item, priority=9)
+    bench.broker.topics.delete("jobs", force=True)
+    bench.store.create_topic("jobs", queues=10)
+    with pytest.raises(ConfigError, match="'jobs' has 10 queues that are no priorities"):
+        queue.put("c", priority=9)
+
+
 def test_items_that_no_longer_exist_leave_the_topic_its_priorities(bench: Bench) -> None:
     queue = bench.queue()
     queue.put("a", priority=9)

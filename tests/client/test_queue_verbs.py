@@ -65,7 +65,9 @@ def unique_for(doors: Doors, queue: Any) -> Any:
 def priority(doors: Doors, queue: Any) -> Any:
     queue.put("low")
     queue.put("high", priority=9)
-    return doors.values(queue)
+    first = doors.values(queue)
+    queue.put("one", priority=9)  # the only message of its queue that was not delivered
+    return first, doors.values(queue)
 
 
 def put_many(doors: Doors, queue: Any) -> Any:
@@ -162,7 +164,7 @@ ROWS: dict[str, tuple[Callable[[Doors, Any], Any], Any]] = {
     "properties": (carried(properties={"by": "web"}), ((), None, {"by": "web"})),
     "unique": (unique, (True, False)),
     "unique_for": (unique_for, (["a"], True, False)),
-    "priority": (priority, ["high", "low"]),
+    "priority": (priority, (["high", "low"], ["one"])),
     "put_many": (put_many, (2, ["high", "high 2", "low", "low 2"])),
     "cancel": (cancel, (True, True, [])),
     "find": (find, [("a", "ready")]),
