@@ -506,7 +506,7 @@ class Store(Closing, Sending):
         return self.log.stats()
 
     def verify(self) -> Iterator[Finding]:
-        """Check every record, unit and index entry, without changes (format#damage)."""
+        """Check every record, unit and index entry that the store has now, without changes (format#damage)."""
         return findings(self.log)
 
     def snapshot(
