@@ -283,13 +283,10 @@ class Queue(QueueItems[T]):
         (`mqstore.connect`) both together are one call."""
         timeout_s = None if timeout is None else seconds(timeout, "timeout")
         left = self._to_ack(done) if done else None
-        found: list[Delivery] = []
-        if not (left or self._shut):  # inline `_get_at_once`: one call less
-            visibility_ms = self._visibility_ms if visibility is None else _visibility_ms(visibility)
-            pop_at_once, topic = self._broker.pop_at_once, self._topic
-            found = pop_at_once(topic, topic, 1, visibility_ms, self._ordered)
-        found = found or self._take(1, block, timeout_s, visibility, left)
-        self._last.task = task = Task(self._context, found[0], self._codec)
+        task = None if left else self._get_at_once(visibility)
+        if task is None:
+            task = Task(self._context, self._take(1, block, timeout_s, visibility, left)[0], self._codec)
+        self._last.task = task
         return task
 
     def _get_at_once(self, visibility: Duration | None = None) -> Task[T] | None:
