@@ -534,9 +534,9 @@ def test_batch_put_again_names_no_receiver_of_an_earlier_delivery(pops: PopBench
     first = pops.parts.store.offsets(POP_LOG_TOPIC, 0)[1]
     pops.put("t", 12, first=1, body_bytes=30_000)  # two to a segment
     pops.advance(5_000)
-    anew = [message.text() for message in pops.read(POP_LOG_TOPIC) if message.offset >= first]
-    assert anew
-    assert not [text for text in anew if "client-1" in text]
+    rewritten = [message.text() for message in pops.read(POP_LOG_TOPIC) if message.offset >= first]
+    assert rewritten
+    assert not [text for text in rewritten if "client-1" in text]
 
 
 def test_flushed_calls_are_on_disk_when_they_return(pops: PopBench) -> None:

@@ -37,8 +37,8 @@ folder there."""
 
 ALL = os.environ.get("MQSTORE_TEST_CONNECT") == "1"
 _STEP = 5
-"""Of the ways of a test that goes on, restarts or dies (`then`) each fifth runs by the other doors, too. All values of
-each parameter are among them."""
+"""A test with `then` (go on, restart or kill) runs every combination of its parameters in this process, and every fifth
+one by connect and asyncio. Each value of each parameter is among those."""
 _LISTENERS = "counts the listeners in the broker's tables"
 _THREADS = "counts threads, and a connection has some of its own"
 _BELLS = "replaces the waits of all threads, and a connection has some of its own"

@@ -196,7 +196,7 @@ def test_averages_cover_the_last_minute(bench: PushBench, monkeypatch: pytest.Mo
         idle(bench, step_s, steps)
         assert consumer.stats().topics["t"].handler_ms == pytest.approx(51)
     bench.put(b"30")
-    idle(bench, 300, 9)  # it is no more in the minute, but in the hour
+    idle(bench, 300, 9)  # it has left the minute, and is still in the hour
     assert consumer.stats().topics["t"].handler_ms == pytest.approx(30)
 
 

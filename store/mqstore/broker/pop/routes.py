@@ -69,8 +69,8 @@ class Routes:
     def require(self, group: str, topic: str) -> Route:
         """Return the route of a group that pops a topic. A missing group may be created.
         Raises TopicNotFoundError, GroupNotFoundError or NotPermittedError."""
-        known = self._tables.routes
-        if (route := known.get(group, {}).get(topic)) is not None:
+        known = self._tables.routes  # before the look-ups: a change of topics or groups replaces it
+        if (route := self._tables.route(group, topic)) is not None:
             return route
         self._tables.reads.check_group(group, topic)
         found = self._tables.reads.check_topic(topic)

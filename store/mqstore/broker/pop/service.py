@@ -6,9 +6,8 @@
 
     module      knows
     request     a pop's arguments, and deliveries as values
-    receipts    receipts as text
     routes      which queues a group pops a topic from
-    batch       messages popped together, and their times, by a clock that may be set back
+    batch       messages popped together, their times by a clock that may be set back, receipts as text
     state       deliveries in flight in one queue, in memory
     log         form of the records
     journal     entries of receivers in this process, before the log has them
@@ -141,7 +140,7 @@ class PopService(BackgroundService):
         [] does not mean that the queues are empty or the arguments valid: then call `pop`. It is always [] for a group
         with retry topics, because only `pop` chooses between topics, and for a store that waits for the disk by
         default."""
-        route = self.tables.routes.get(group, {}).get(topic)
+        route = self.tables.route(group, topic)
         if route is None or not route.at_once or not _MIN_INVISIBLE_MS <= invisible_ms <= _MAX_INVISIBLE_MS:
             return []
         if route.ranks is not None and not order:
@@ -161,7 +160,7 @@ class PopService(BackgroundService):
         if local and not order and not self.tables.journal_end:
             self.tables.journal.open()
         # Looked up each time, because the topic may have been altered during the wait.
-        route = self.tables.routes.get(group, {}).get(topic) or self._routes.require(group, topic)
+        route = self._routes.require(group, topic)
         roll = int(self._rng() * 100) if route.has_choice else 0
         retries_first = bool(route.retries) and roll < _RETRY_PERCENT
         if route.ranks is not None and queue_id == -1 and not order:
@@ -278,7 +277,7 @@ class PopService(BackgroundService):
     def ack_at_once(self, group: str, topic: str, receipts: Sequence[str] | str) -> int:
         """Acknowledge without waiting for a lock or the disk.
         Returns the number of settled receipts, from the front. The others are for `ack`."""
-        route = self.tables.routes.get(group, {}).get(topic)
+        route = self.tables.route(group, topic)
         return self.tables.settle(route.settled, receipts) if route is not None and route.settled else 0
 
     def release(
@@ -403,7 +402,7 @@ class PopService(BackgroundService):
             self._store.room.pace()
         first = claims[0]
         last = max(claims, key=lambda claim: claim.offset) if len(claims) > 1 else first
-        route = self.tables.routes.get(group, {}).get(topic)
+        route = self.tables.route(group, topic)
         if route is not None and first.mark == 0 and first.queue_id < len(route.queues):
             known = route.queues[first.queue_id]
             if last.offset < known.cursor:  # popped, so the tables need not be checked

@@ -194,6 +194,10 @@ class PopTables(PopFields):
 
     # -- states -----------------------------------------------------------------------------------------------------
 
+    def route(self, group: str, topic: str) -> Route | None:
+        """Return the route of a group that pops a topic, if it is known."""
+        return self.routes.get(group, {}).get(topic)
+
     def state(self, key: QueueKey) -> QueueState:
         """Return the queue's state, which may not be opened yet."""
         return self.states.get(key) or self.states.setdefault(key, QueueState(key))  # at once, so two threads agree

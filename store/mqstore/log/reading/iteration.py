@@ -144,7 +144,9 @@ class IteratingReader(StoreReader):
             if any(self.queue_named(*ref, offset).max_offset != offset for ref, offset in positions.items()):
                 return
             # For another process a new queue is a new folder. Looking for folders is expensive, so not every time.
-            if (self.mode == "rw" or polls % 10 == 0) and any(ref not in positions for ref in self._refs(topic, None)):
+            if (self.mode == "rw" or polls % 10 == 0) and any(
+                ref not in positions for ref in self._refs(topic, queue_id)
+            ):
                 return
 
     def _start_of(self, queue: ConsumeQueue, start: str | datetime | int) -> int:
