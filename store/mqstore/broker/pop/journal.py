@@ -26,7 +26,7 @@ from itertools import groupby, takewhile
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
-from mqstore.broker.pop.log import ACK, ENTRY, LOCAL, POP, Record, entry_bytes
+from mqstore.broker.pop.log import ACK, ACKED, ENTRY, LOCAL, POP, Record, entry_bytes
 from mqstore.broker.pop.state import QueueState
 from mqstore.broker.service import Wake
 from mqstore.errors import FormatError, MQStoreError
@@ -156,9 +156,9 @@ class PopJournal:
                     batch.name = name
         last = cursor - 1
         if not (new or last < 0 or cursor == state.logged or last in state.in_flight or last in state.released):
-            # Nothing else shows the cursor: a batch of the last message, which was acknowledged.
-            name = log.put_pop(state.head, [last], state.last_pop_ms, 0, cursor, LOCAL)
-            log.put_settled(ACK, name, [last])
+            # Nothing else shows the cursor: a batch of the last message. The same record says that it was acknowledged,
+            # since a kill before a second one would deliver it again.
+            log.put_pop(state.head, [last], state.last_pop_ms, 0, cursor, LOCAL + ACKED)
         state.logged = cursor
         state.noted = False
 

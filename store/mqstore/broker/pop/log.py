@@ -64,6 +64,8 @@ REOPENED: Final = "the store was reopened"
 """Reason of a redelivery whose receiver had ended with its process."""
 LOCAL: Final = ',"l":1'
 """Text for `more`: the receiver is in this process and ends with it."""
+ACKED: Final = ',"cm":1'
+"""Text for `more`: the first message is acknowledged already, and the batch only shows the cursor."""
 ENTRY: Final = struct.Struct("=qq")
 """Size of the body and position in the pop log, before the body of an entry of the journal."""
 
