@@ -320,8 +320,7 @@ class _Slice:
         if self._rules.group_hash != "jump":
             pairs = zip(keys.to_pylist(), write.tolist(), strict=True)
             return np.array([group_queue(key, count, self._rules.group_hash) for key, count in pairs], np.int64)
-        data, edges = flat(keys)
-        return jump_hash_many(java_hash_many(data, edges[:-1], np.diff(edges)), write)
+        return jump_hash_many(java_hash_many(*flat(keys)), write)
 
     def _text(self, name: str) -> Any:
         """Return a column of text, checked, or None if the frame lacks it."""
