@@ -16,34 +16,34 @@ Damaged bytes give useless rows, never an error or a read outside the buffer.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from struct import Struct
 from typing import TYPE_CHECKING, NamedTuple
 
 from mqstore import arrays as np
+from mqstore.errors import FormatError
 from mqstore.layout.consumequeue import LAST_ADDRESS, UNIT, VOID_SIZE, unit_dtype
 from mqstore.layout.javahash import index_hash, java_hash, tag_hash
 from mqstore.layout.properties import (
+    DELAY,
     INNER_MULTI_DISPATCH,
     INNER_MULTI_QUEUE_OFFSET,
-    NAME_END,
-    PAIR_END,
+    KEYS,
+    TAGS,
+    UNIQ_KEY,
     decode_properties,
 )
 from mqstore.layout.record import (
-    BODY_LENGTH_BYTES,
     INNER_BATCH,
     MAGIC_V1,
     MAGIC_V2,
     MIN_RECORD_BYTES,
-    QUEUE_ID_AT,
     TRANSACTION_COMMIT,
     TRANSACTION_MASK,
     TRANSACTION_ROLLBACK,
-    body_length_at,
-    store_timestamp_at,
+    measure,
 )
 from mqstore.layout.scan import ROW_SPACE, Headers, Run, slices
 from mqstore.native import kernel
@@ -62,7 +62,6 @@ LIGHT_PREFIX = "%LMQ%"
 _NEVER_LIGHT = (SCHEDULE_TOPIC, "rmq_sys_wheel_timer")
 _RETRY_PREFIX = "%RETRY%"
 _NUMBER = re.compile("[0-9]{1,18}")
-_LIGHT = INNER_MULTI_DISPATCH.encode()
 
 FEW_RECORDS = 8
 """Up to this number of records, one struct at a time is faster than arrays."""
@@ -70,9 +69,6 @@ FEW_WITHOUT_NUMPY = 512
 """The same if numpy is not imported yet, which takes as long as some thousand records."""
 
 _START = Struct(">ii").unpack_from  # totalSize, magic
-_QUEUE = Struct(">iiqqi").unpack_from  # queueId, flag, queueOffset, physicalOffset, sysFlag
-_I4 = Struct(">i").unpack_from
-_I8 = Struct(">q").unpack_from
 
 # Rows of the table that `kernel.list` fills.
 _LISTED_ROWS = 7
@@ -255,9 +251,9 @@ def _columns_of(
     blobs = map(bytes, slices(view, headers.properties_position[rows], headers.properties_size[rows]))
     fields = (rows, topic[rows], transaction[rows], headers.store_timestamp_ms[rows])
     for blob, row, which, ends, stamp in zip(blobs, *(field.tolist() for field in fields), strict=True):
-        found = _named(blob)
+        found = decode_properties(blob)
         tags[row] = _code(topics[which], found, stamp, delay_table_ms)
-        if _LIGHT in found:
+        if INNER_MULTI_DISPATCH in found:
             light.append(row)
         if ends != TRANSACTION_ROLLBACK:
             hashes = _index_hashes(topics[which], found)
@@ -401,23 +397,22 @@ def few(
     starts = _chain(view, start, end, limit)
     if starts is None:
         return None
-    numbers: dict[bytes, int] = {}
+    numbers: dict[str, int] = {}
     queues: dict[tuple[int, int], tuple[str, int, list[int], list[bytes]]] = {}
     hashes: list[int] = []
     physical_offsets: list[int] = []
     stamps: list[int] = []
     stamp = None
     for at in starts:
-        record = _ordinary(view, at)
+        record = _fields(view, at)
         if record is None:
             return None
-        size, queue_id, queue_offset, sys_flag, stamp, topic_bytes, properties = record
-        topic = topic_bytes.decode("utf-8", "surrogateescape")
-        found = _named(properties)
-        if sys_flag & INNER_BATCH or topic in batch_topics or _LIGHT in found:
+        size, queue_id, queue_offset, sys_flag, stamp, topic, properties = record
+        found = decode_properties(properties)
+        if sys_flag & INNER_BATCH or topic in batch_topics or INNER_MULTI_DISPATCH in found:
             return None
         transaction = sys_flag & TRANSACTION_MASK
-        number = numbers.setdefault(topic_bytes, len(numbers))
+        number = numbers.setdefault(topic, len(numbers))
         if transaction in (0, TRANSACTION_COMMIT):
             code = _code(topic, found, stamp, delay_table_ms)
             key = number, queue_id & 0xFFFF_FFFF
@@ -441,19 +436,19 @@ def few(
 
 def tags_code_at(buf: ReadableBuffer, position: int, delay_table_ms: Sequence[int]) -> int:
     """Return the tags code of the unit of the `ok` record at `position` (format#tags-code)."""
-    view = memoryview(buf)
-    record = _ordinary(view, position)
+    record = _fields(memoryview(buf), position)
     if record is None:
         return 0
-    return _code(record[5].decode("utf-8", "surrogateescape"), _named(record[6]), record[4], delay_table_ms)
+    *_, stamp, topic, properties = record
+    return _code(topic, decode_properties(properties), stamp, delay_table_ms)
 
 
 def is_listed(buf: ReadableBuffer, position: int, topic: str, queue_id: int, slot: int) -> bool:
     """Return True if the `ok` record at `position` names this slot of a light queue."""
-    record = _ordinary(memoryview(buf), position)
+    record = _fields(memoryview(buf), position)
     assert record is not None
-    own = record[5].decode("utf-8", "surrogateescape")
-    return (topic, queue_id, slot) in light_queues(own, record[1], record[6])
+    _, own_id, *_, own, properties = record
+    return (topic, queue_id, slot) in light_queues(own, own_id, properties)
 
 
 def _chain(view: memoryview, start: int, end: int, limit: int) -> list[int] | None:
@@ -469,67 +464,33 @@ def _chain(view: memoryview, start: int, end: int, limit: int) -> list[int] | No
     return starts if start == end else None
 
 
-def _ordinary(view: memoryview, at: int) -> tuple[int, int, int, int, int, bytes, bytes] | None:
-    """Return (size, queue id, queue offset, sysFlag, store time, topic, properties) of a record.
-    Returns None unless the record at `at` is `ok` (`Headers`). The caller has checked magic, smallest size and buffer.
-    """
-    size, magic = _START(view, at)
-    queue_id, _, queue_offset, _, sys_flag = _QUEUE(view, at + QUEUE_ID_AT)
-    body = at + body_length_at(sys_flag) + BODY_LENGTH_BYTES
-    length_size = 1 if magic == MAGIC_V1 else 2
-    spare = at + size - body - length_size - 2  # bytes left for body, topic and properties
-    if spare <= 0:
+def _fields(view: memoryview, at: int) -> tuple[int, int, int, int, int, str, bytes] | None:
+    """Return (size, queue id, queue offset, sysFlag, store time, topic, properties) of the record at `at`.
+    Returns None unless the record is `ok` (`Headers`)."""
+    try:
+        shape = measure(view, at, len(view))
+    except FormatError:
         return None
-    (body_size,) = _I4(view, body - BODY_LENGTH_BYTES)
-    spare -= body_size
-    if body_size < 0 or spare <= 0:
-        return None
-    topic = body + body_size + length_size
-    topic_size = view[topic - 1] if length_size == 1 else view[topic - 2] << 8 | view[topic - 1]
-    spare -= topic_size
-    properties = topic + topic_size + 2
-    # A length with the sign bit set is negative, so such a topic or such properties are invalid.
-    if not 0 < topic_size < (0x80 if length_size == 1 else 0x8000) or not 0 <= spare < 0x8000:
-        return None
-    if view[properties - 2] << 8 | view[properties - 1] != spare:
-        return None
-    return (
-        size,
-        queue_id,
-        queue_offset,
-        sys_flag,
-        _I8(view, at + store_timestamp_at(sys_flag))[0],
-        bytes(view[topic : topic + topic_size]),
-        bytes(view[properties : properties + spare]),
-    )
+    size, _, _, queue_id, _, queue_offset, _, sys_flag, _, _, stamp, *_ = shape.head
+    topic = bytes(view[shape.topic_at : shape.topic_at + shape.topic_size]).decode("utf-8", "surrogateescape")
+    properties = bytes(view[shape.properties_at : shape.properties_at + shape.properties_size])
+    return (size, queue_id, queue_offset, sys_flag, stamp, topic, properties) if topic else None
 
 
-def _named(properties: bytes) -> dict[bytes, bytes]:
-    """Return values by name. The last value of a name counts, as in readers (format#properties)."""
-    found: dict[bytes, bytes] = {}
-    for piece in properties.split(PAIR_END):
-        name, _, value = piece.partition(NAME_END)
-        if value:
-            found[name] = value
-    return found
-
-
-def _code(topic: str, found: dict[bytes, bytes], stamp: int, delay_table_ms: Sequence[int]) -> int:
+def _code(topic: str, found: Mapping[str, str], stamp: int, delay_table_ms: Sequence[int]) -> int:
     """Return a unit's tags code: the hash of TAGS, or a delay level's delivery time (format#tags-code).
     A time wraps round beyond 64 bits, since a damaged one may be huge."""
     if topic == SCHEDULE_TOPIC:
-        level = found.get(b"DELAY", b"")
-        if level.isdigit() and len(level) < 10 and int(level) > 0:
+        level = found.get(DELAY, "")
+        if level.isascii() and level.isdigit() and len(level) < 10 and int(level) > 0:
             delay_ms = delay_table_ms[min(int(level), len(delay_table_ms)) - 1] if delay_table_ms else 1000
             return (stamp + delay_ms + (1 << 63)) % (1 << 64) - (1 << 63)
-    tags = found.get(b"TAGS")
-    return tag_hash(tags.decode("utf-8", "replace")) if tags else 0
+    return tag_hash(found.get(TAGS, ""))
 
 
-def _index_hashes(topic: str, found: dict[bytes, bytes]) -> list[int]:
+def _index_hashes(topic: str, found: Mapping[str, str]) -> list[int]:
     """Return hashes of one record's index entries (format#key-hash): UNIQ_KEY first, then the words of KEYS."""
-    wanted = [word for word in (found.get(b"UNIQ_KEY", b""), *found.get(b"KEYS", b"").split(b" ")) if word]
-    return [index_hash(key.decode("utf-8", "replace"), _prefix(topic)) for key in wanted]
+    return [index_hash(key, _prefix(topic)) for key in (found.get(UNIQ_KEY), *found.get(KEYS, "").split(" ")) if key]
 
 
 @lru_cache(maxsize=1024)

@@ -218,8 +218,8 @@ def host_bits(born_host: bytes, store_host: bytes) -> int:
 # --- decoding -------------------------------------------------------------------------------------------------------
 
 
-class _Shape(NamedTuple):
-    """A record's head and the positions in the buffer of the three parts of variable length."""
+class Shape(NamedTuple):
+    """A record's fields before its body, and the positions in the buffer of its three parts of variable length."""
 
     head: tuple[int, int, int, int, int, int, int, int, int, bytes, int, bytes, int, int, int]
     body_at: int
@@ -230,7 +230,7 @@ class _Shape(NamedTuple):
     properties_size: int
 
 
-def _measure(view: memoryview, position: int, end: int) -> _Shape:
+def measure(view: memoryview, position: int, end: int) -> Shape:
     """Follow the lengths in the record at `position`, up to `end`. FormatError names the first wrong one."""
     available = end - position
     if available < MIN_RECORD_BYTES:
@@ -267,7 +267,7 @@ def _measure(view: memoryview, position: int, end: int) -> _Shape:
             "properties",
             properties_at - _I16.size,
         )
-    return _Shape(head, body_at, body_size, topic_at, topic_size, properties_at, properties_size)
+    return Shape(head, body_at, body_size, topic_at, topic_size, properties_at, properties_size)
 
 
 def decode_record(buf: ReadableBuffer, position: int = 0) -> Record:
@@ -277,7 +277,7 @@ def decode_record(buf: ReadableBuffer, position: int = 0) -> Record:
     (`check_record` does). Raises `FormatError` with the field and its position in `buf`.
     """
     with memoryview(buf) as view:
-        shape = _measure(view, position, view.nbytes)
+        shape = measure(view, position, view.nbytes)
         return Record(
             *shape.head[:-1],
             bytes(view[shape.body_at : shape.body_at + shape.body_size]),
@@ -330,7 +330,7 @@ def check_record(buf: ReadableBuffer, position: int, limit: int, physical_offset
         if magic == total_size == 0:
             return Check("bad", 0, "zeros: nothing was written here", "magic")
         try:
-            shape = _measure(view, position, end)
+            shape = measure(view, position, end)
         except FormatError as error:
             return Check("bad", 0, str(error), error.field)
 
