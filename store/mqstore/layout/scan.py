@@ -24,10 +24,11 @@ from __future__ import annotations
 
 import sys
 import zlib
-from functools import cached_property, partial
+from contextlib import suppress
+from functools import cached_property
 from itertools import repeat
 from struct import Struct
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mqstore import arrays as np
 from mqstore.errors import FormatError
@@ -37,13 +38,13 @@ from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES
 from mqstore.layout.properties import CRC32, CRC_TAIL_BYTES, decode_crc_tail
 from mqstore.layout.record import (
     BLANK_BYTES,
-    IPV6_EXTRA,
     MAGIC_V1,
     MAGIC_V2,
     MIN_RECORD_BYTES,
     Check,
     Checksum,
     check_record,
+    measure,
 )
 from mqstore.native import crc32c, kernel
 
@@ -55,12 +56,11 @@ if TYPE_CHECKING:
     _Int64s = np.NDArray[np.int64]
     _Int32s = np.NDArray[np.int32]
     _Bools = np.NDArray[np.bool_]
-    _Number = TypeVar("_Number", np.int32, np.int64)
 
 
-_head: Final = partial(header_dtype, IPV4_BYTES, IPV4_BYTES)
-"""Return the header of records with two IPv4 hosts, whose fields are at fixed positions."""
-_HEAD_BYTES: Final = _record.header_struct(IPV4_BYTES, IPV4_BYTES).size
+_HOSTS: Final = (_record.BORN_HOST_V6, _record.STORE_HOST_V6)
+_MOVED: Final = ("store_timestamp_ms", "reconsume_times", "prepared_transaction_offset")
+"""Fields that an IPv6 host before them moves."""
 
 # Both magics begin with the same three bytes, so one of two 16-bit values is at an even address, wherever a magic is.
 _MAGIC_BYTES: Final = MAGIC_V1.to_bytes(4, "big", signed=True)
@@ -236,13 +236,13 @@ class Run(NamedTuple):
     topics: int
 
 
-def _int32s(name: str, *, moves: bool = False) -> cached_property[_Int32s]:
-    """Return a column of `Headers`. With `moves` it is after a host."""
-    return cached_property(lambda headers: headers.column(name, np.int32, moves=moves))
+def _int32s(name: str) -> cached_property[_Int32s]:
+    """Return a column of `Headers`."""
+    return cached_property(lambda headers: headers.heads[name].astype(np.int32))
 
 
-def _int64s(name: str, *, moves: bool = False) -> cached_property[_Int64s]:
-    return cached_property(lambda headers: headers.column(name, np.int64, moves=moves))
+def _int64s(name: str) -> cached_property[_Int64s]:
+    return cached_property(lambda headers: headers.heads[name].astype(np.int64))
 
 
 def _part(column: int) -> cached_property[_Int64s]:
@@ -282,19 +282,26 @@ class Headers:
         return len(self.positions)
 
     @cached_property
-    def _heads(self) -> np.NDArray[np.void]:
+    def heads(self) -> np.NDArray[np.void]:
+        """Return the fields before the body (`HEADER_FIELDS`), hosts of IPv6 cut to the size of IPv4."""
         # One copy of 88 bytes a record, so that every later column reads dense memory instead of the segment.
-        if not len(self.positions):
-            return np.empty(0, _head())
-        if kernel is not None:
-            widths = np.full(len(self.positions), _HEAD_BYTES, np.int64)
-            return collect(self._view, self.positions, widths).view(_head())
-        return everywhere(self._view, f"V{_HEAD_BYTES}")[self.positions].view(_head())
+        positions, kind = self.positions, header_dtype(IPV4_BYTES, IPV4_BYTES)
+        heads = collect(self._view, positions, np.full(len(positions), kind.itemsize, np.int64)).view(kind)
+        flags = heads["sys_flag"].astype(np.int32) & sum(_HOSTS)
+        for bits in np.unique(flags).tolist() if flags.any() else ():  # seldom
+            moved = header_dtype(*(IPV6_BYTES if bits & host else IPV4_BYTES for host in _HOSTS))
+            room = np.minimum(heads["size"], len(self._view) - positions)  # a damaged record may lack it
+            rows = np.flatnonzero((flags == bits) & (room >= MIN_RECORD_BYTES - kind.itemsize + moved.itemsize))
+            found = everywhere(self._view, moved)[positions[rows]]
+            for name in _MOVED:
+                heads[name][rows] = found[name]
+        return heads
 
     def head_words(self, at: int) -> np.NDArray[np.uint64]:
         """Return the eight bytes at `at` of each header as native numbers, strided. Do not write to them."""
-        heads = self._heads
-        return np.ndarray((len(heads),), np.uint64, heads, at, (_HEAD_BYTES,)) if len(heads) else np.empty(0, np.uint64)
+        heads = self.heads
+        words: np.NDArray[np.uint64] = heads.view(np.uint8).reshape(-1, heads.itemsize)[:, at : at + 8].view(np.uint64)
+        return words[:, 0]
 
     size = _int32s("size")
     magic = _int32s("magic")
@@ -307,41 +314,9 @@ class Headers:
     sys_flag = _int32s("sys_flag")
     born_timestamp_ms = _int64s("born_timestamp_ms")
 
-    # After bornHost each IPv6 address moves everything by 12 bytes. Such rows are rare, so columns are first read as if
-    # there were none, and then corrected.
-    store_timestamp_ms = _int64s("store_timestamp_ms", moves=True)
-    reconsume_times = _int32s("reconsume_times", moves=True)
-    prepared_transaction_offset = _int64s("prepared_transaction_offset", moves=True)
-
-    @cached_property
-    def _moved(self) -> np.NDArray[np.intp]:
-        """Return rows with an IPv6 host that are long enough to have one."""
-        rows = np.flatnonzero(self.sys_flag & (_record.BORN_HOST_V6 | _record.STORE_HOST_V6))
-        if not len(rows):
-            return rows
-        smallest = MIN_RECORD_BYTES + self._extra[rows]
-        room = np.minimum(self.size[rows], len(self._view) - self.positions[rows])
-        return rows[room >= smallest]
-
-    @cached_property
-    def _extra(self) -> _Int64s:
-        """Return the bytes by which the fields after storeHost are moved: 0, 12 or 24."""
-        flags = self.sys_flag
-        born, store = (flags & _record.BORN_HOST_V6) != 0, (flags & _record.STORE_HOST_V6) != 0
-        extra: _Int64s = np.add(born, store, dtype=np.int64) * IPV6_EXTRA
-        return extra
-
-    def column(self, name: str, kind: type[_Number], *, moves: bool) -> np.NDArray[_Number]:
-        """Return a field of all records. With `moves` it is after a host."""
-        column = self._heads[name].astype(kind)
-        if moves and len(rows := self._moved):
-            fields = _head().fields
-            assert fields is not None
-            stored, at = fields[name][:2]
-            # storeTimestamp is between the two hosts, the others are after both.
-            extra = self._extra if name != "store_timestamp_ms" else self.born_host_size.astype(np.int64) - IPV4_BYTES
-            column[rows] = _column(self._view, self.positions[rows] + at + extra[rows], stored)
-        return column
+    store_timestamp_ms = _int64s("store_timestamp_ms")
+    reconsume_times = _int32s("reconsume_times")
+    prepared_transaction_offset = _int64s("prepared_transaction_offset")
 
     @cached_property
     def born_host_size(self) -> _Int32s:
@@ -371,7 +346,7 @@ class Headers:
 
     def take_parts(self, table: np.NDArray[np.int64]) -> None:
         """Set the columns of `parts` that a caller has computed. All records are ok."""
-        self.parts = (np.ones(len(self), np.bool_), table[0], table[1], table[2], table[3], table[4], table[5])
+        self.parts = np.ones(len(self), np.bool_), *table
 
     @cached_property
     def parts(self) -> tuple[_Bools, _Int64s, _Int64s, _Int64s, _Int64s, _Int64s, _Int64s]:
@@ -379,33 +354,14 @@ class Headers:
         if kernel is not None:
             good, table = np.empty(len(self), np.bool_), np.empty((6, len(self)), np.int64)
             kernel.measure(self._view, self.positions, good, table)
-            return good, table[0], table[1], table[2], table[3], table[4], table[5]
-        positions, size, magic, extra = self.positions, self.size.astype(np.int64), self.magic, self._extra
-        body_size = self.column("body_size", np.int64, moves=True)
-        second = (magic == MAGIC_V2).astype(np.int64)  # V2 has one more byte of topicLength
-        spare = size - MIN_RECORD_BYTES - extra - second  # bytes left for body, topic and properties
-        ok = (magic == MAGIC_V1) | (second != 0)
-        ok &= (spare > 0) & (positions + size <= len(self._view)) & (body_size >= 0) & (body_size < spare)
-
-        data: np.NDArray[np.uint8] = np.ndarray((len(self._view),), np.uint8, self._view)
-        body = positions + _HEAD_BYTES + extra
-        at = np.where(ok, body + body_size, 0)
-        topic_size = data.view(np.int8)[at].astype(np.int64)
-        if second.any():
-            rows = np.flatnonzero(ok & (second != 0))
-            topic_size[rows] = _column(self._view, at[rows], ">i2")
-        topic = at + 1 + second
-        spare -= body_size
-        ok &= (topic_size > 0) & (topic_size <= spare)
-
-        at = np.where(ok, topic + topic_size, 0)
-        properties_size = _column(self._view, at, ">i2").astype(np.int64)
-        properties = at + 2
-        ok &= properties_size == spare - topic_size
-        if not ok.all():
-            for column in (body, body_size, topic, topic_size, properties, properties_size):
-                column[~ok] = 0
-        return ok, body, body_size, topic, topic_size, properties, properties_size
+            return good, *table
+        good, table = np.zeros(len(self), np.bool_), np.zeros((6, len(self)), np.int64)
+        for row, position in enumerate(self.positions.tolist()):
+            with suppress(FormatError):
+                shape = measure(self._view, position, len(self._view))
+                if shape.topic_size:
+                    good[row], table[:, row] = True, shape[1:]
+        return good, *table
 
     @cached_property
     def ok(self) -> _Bools:
