@@ -1,108 +1,32 @@
-"""Each job in Spark's tasks: the results are those of this process. So are those of each command with --spark."""
+"""Jobs in Spark's tasks. The results of each command with --spark are those of this process."""
 
 from __future__ import annotations
 
 import logging
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow.dataset as ds
-import pyarrow.parquet as pq
 import pytest
 
-from mqstore import SimulatedClock
 from mqstore.errors import CorruptStoreError
-from mqstore.jobs import dlq_report, dlq_resend, export_parquet, lag_report, select, trace, traffic_report, verify
+from mqstore.jobs import export_parquet, select
 from mqstore.jobs.runner import Runner
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from tests.columnar.support import many, write_store
+from tests.jobs.twostores import KeptSession, two_stores
 from tests.log.support import all_queues, flip_log
-from tests.tools.brokers import broker
 from tests.tools.support import mqstore
 
 pytestmark = pytest.mark.spark
-T0 = 1_760_000_000_000
-Result = dict[str, Any]
 
 
 @pytest.fixture
 def stores(tmp_path: Path) -> dict[str, Path]:
-    """Two stores with topics `orders` and `t`, groups, a delayed message, and a dead letter."""
-    for name in ("a", "b"):
-        clock = SimulatedClock(T0)
-        with broker(tmp_path / name, clock, dlq_retention=None) as running:
-            running.topics.create("orders", queues=2)
-            for i in range(30):
-                running.put("orders", b"%d" % i * i, queue_id=i % 2, keys=[f"k-{i % 7}"], tag="ab"[i % 2])
-                clock.advance(1000)
-            running.put("t", b"x", keys=["k-1"], delay_level=2)
-            running.commit("g", "orders", 0, 5)
-            running.run_once()
-            [delivery] = running.pop("h", "orders", 1)
-            running.dead_letter("h", "orders", delivery.receipt, "why not")
-    return {name: tmp_path / name for name in ("a", "b")}
-
-
-def lag(stores: dict[str, Path], **where: Any) -> Result:
-    found = lag_report(stores, **where).to_dict()
-    del found["taken_ms"]
-    for row in (row for group in found["groups"] for row in (group, *group["queues"])):
-        del row["oldest_age_ms"]
-    return found
-
-
-def traffic(stores: dict[str, Path], **where: Any) -> Result:
-    return traffic_report(select(stores, options={"minPartitions": "3"}), interval="5s", **where).to_dict()
-
-
-def verified(stores: dict[str, Path], **where: Any) -> Result:
-    damaged = stores["b"].with_name("damaged")
-    shutil.copytree(stores["b"], damaged, dirs_exist_ok=True)
-    flip_log(damaged, 300)
-    found = verify({**stores, "damaged": damaged}, range_bytes=2_000, **where).to_dict()
-    assert {row["store"] for row in found["findings"]} == {"damaged"}
-    return found
-
-
-def exported(stores: dict[str, Path], **where: Any) -> Result:
-    out = stores["a"].with_name("out")
-    chosen = select(stores, options={"minPartitions": "3"})
-    done = export_parquet(chosen, out, **where).to_dict()
-    rows = sorted(pq.ParquetFile(path).metadata.num_rows for path in out.rglob("*.parquet"))
-    shutil.rmtree(out)
-    return {**{name: done[name] for name in ("messages", "record_bytes", "files")}, "rows": rows}
-
-
-def resent(stores: dict[str, Path], **where: Any) -> Result:
-    copies = {name: path.with_name(f"{name}-copy") for name, path in stores.items()}
-    for name, path in stores.items():
-        shutil.copytree(path, copies[name])
-    done = dlq_resend(copies, **where).to_dict()
-    assert dlq_resend(copies, **where).count == 0
-    for path in copies.values():
-        shutil.rmtree(path)
-    return done
-
-
-JOBS: dict[str, Callable[..., Result]] = {
-    "lag": lag,
-    "traffic": traffic,
-    "trace": lambda stores, **where: trace(stores, "k-1", **where).to_dict(),
-    "dlq": lambda stores, **where: dlq_report(stores, **where).to_dict(),
-    "resend": resent,
-    "export": exported,
-    "verify": verified,
-}
-
-
-@pytest.mark.parametrize("job", JOBS)
-def test_a_job_gives_in_spark_what_it_gives_here(spark: Any, stores: dict[str, Path], job: str) -> None:
-    here = JOBS[job](stores)
-
-    assert JOBS[job](stores, spark=spark) == here
+    return two_stores(tmp_path)
 
 
 def test_spark_reads_what_an_export_wrote(spark: Any, tmp_path: Path) -> None:
@@ -162,16 +86,6 @@ def test_a_store_that_is_damaged_ends_a_job_with_one_error_and_no_trace(spark: A
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
-
-
-class KeptSession:
-    """A session that outlives the command."""
-
-    def __init__(self, spark: Any) -> None:
-        self.sparkContext = spark.sparkContext
-
-    def stop(self) -> None:
-        pass
 
 
 COMMANDS = {

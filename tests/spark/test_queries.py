@@ -15,35 +15,19 @@ from typing import Any
 
 import pytest
 
-from mqstore import SimulatedClock
 from mqstore.jobs import select
 from mqstore.jobs.runner import pack, ship
 from mqstore.jobs.views import VIEWS
 from mqstore.spark import create_views, session, sql
-from tests.tools.brokers import broker
+from tests.jobs.twostores import T0, KeptSession, two_stores
 from tests.tools.support import mqstore
 
 pytestmark = pytest.mark.spark
-T0 = 1_760_000_000_000
 
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two stores with topics `orders` and `t`, groups, a retry, and a dead letter."""
-    folder = tmp_path_factory.mktemp("stores")
-    for name in ("a", "b"):
-        clock = SimulatedClock(T0)
-        with broker(folder / name, clock, dlq_retention=None) as running:
-            running.topics.create("orders", queues=2)
-            for i in range(30):
-                running.put("orders", b"%d" % i * i, queue_id=i % 2, keys=[f"k-{i % 7}"], tag="ab"[i % 2])
-                clock.advance(1000)
-            running.put("t", b"x", keys=["k-1"], delay_level=2)
-            running.commit("g", "orders", 0, 5)
-            running.run_once()
-            [delivery] = running.pop("h", "orders", 1)
-            running.dead_letter("h", "orders", delivery.receipt, "why not")
-    return {name: folder / name for name in ("a", "b")}
+    return two_stores(tmp_path_factory.mktemp("stores"))
 
 
 # -- SQL ---------------------------------------------------------------------------------------------------------------
@@ -95,16 +79,6 @@ def test_every_view_can_be_had(spark: Any, stores: dict[str, Path]) -> None:
 
 
 # -- the commands ------------------------------------------------------------------------------------------------------
-
-
-class KeptSession:
-    """A session that outlives the command."""
-
-    def __init__(self, spark: Any) -> None:
-        self._spark = spark
-
-    def __getattr__(self, name: str) -> Any:
-        return (lambda: None) if name == "stop" else getattr(self._spark, name)
 
 
 @pytest.fixture

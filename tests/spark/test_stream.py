@@ -1,5 +1,5 @@
-"""The stream inside Spark. What progress is, and what may happen to it, is tested without (`test_progress`): here is
-that Spark asks as it was seen to ask, and that it gets each message once."""
+"""The stream inside Spark, which gets each message once. What progress is, and what may happen to it, is tested without
+Spark (`test_progress`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ class Query:
         self.store = open_store(self.path)
         self.sink: dict[int, list[Row]] = {}
         self.fail_at: int | None = None
-        self.format = "mqstore"
 
     def append(self, *counts: int, topic: str = "t", size: int = 5) -> None:
         """So many messages to queue 0, 1, ..."""
@@ -54,7 +53,7 @@ class Query:
                 raise RuntimeError("this sink fails")
             self.sink[batch] = [tuple(row) for row in frame.collect()]
 
-        frame = self.spark.readStream.format(self.format).options(**options).load(str(self.path))
+        frame = self.spark.readStream.format("mqstore").options(**options).load(str(self.path))
         writer = frame.select("topic", "queue_id", "queue_offset").writeStream.foreachBatch(take)
         return writer.option("checkpointLocation", str(self.checkpoint)).trigger(**trigger).start()
 
@@ -243,182 +242,6 @@ def test_a_stream_that_has_read_all_shows_no_lag(query: Query) -> None:
     open_parts(query.store).offsets.persist()  # as the owner does now and then
     assert not [*(query.path / "config/spark/groups").iterdir()]
     assert lags() == [0, 0]
-
-
-# -- what Spark does, and nobody wrote down ----------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def calls(limits: None, spark: Any, tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[str, Any]]]:
-    """What the reader was asked in three runs: a new query with a limit, one after an append, and one whose last batch
-    has to be done again. Each call with what it was given, then what it gave."""
-    folder = tmp_path_factory.mktemp("calls")
-    query = Query(spark, folder)
-    query.format = "spied"
-    spark.dataSource.register(spied(str(folder / "calls"), "spied"))
-    query.append(4, 4)
-    runs = []
-    for number in range(3):
-        if number == 2:
-            query.uncommit()
-        query.run(startingOffsets=("latest", "earliest", "earliest")[number], maxOffsetsPerTrigger="3")
-        query.append(3)
-        runs.append([tuple(json.loads(line)) for line in (folder / "calls").read_text().splitlines()])
-        (folder / "calls").unlink()
-    query.store.close()
-    return runs
-
-
-def spied(log: str, called: str, *, pins: bool = True, sort: bool = True) -> Any:
-    """Our source under another name, which writes down what it is asked. Made here, so that workers get it by value."""
-    from mqstore.spark.source import MQStoreDataSource
-
-    class Spied(MQStoreDataSource):
-        @classmethod
-        def name(cls) -> str:
-            return called
-
-        def streamReader(self, schema: Any) -> Any:  # noqa: N802
-            import json
-
-            reader = super().streamReader(schema)
-
-            def told(name: str) -> Any:
-                method = getattr(reader, name)
-
-                def tell(*given: Any) -> Any:
-                    result = method(*given)
-                    if name == "latestOffset" and not sort:
-                        result = {"s": result["s"], "v": result["v"]}
-                    if name == "initialOffset" and not pins:
-                        reader._progress._pin = False
-                    shown = [each for each in given if isinstance(each, dict)]
-                    with open(log, "a") as file:
-                        file.write(json.dumps([name, [*shown, result if isinstance(result, dict) else None]]) + "\n")
-                    return result
-
-                return tell
-
-            for name in (
-                "initialOffset",
-                "latestOffset",
-                "partitions",
-                "commit",
-                "stop",
-                "prepareForTriggerAvailableNow",
-            ):
-                setattr(reader, name, told(name))
-            # Spark looks at the signature to find out whether it may give a start and a limit.
-            plain = reader.latestOffset
-            reader.latestOffset = lambda start, limit: plain(start, limit)
-            return reader
-
-    return Spied
-
-
-Calls = list[list[tuple[str, Any]]]
-
-
-def names(run: list[tuple[str, Any]]) -> list[str]:
-    return [name for name, _ in run]
-
-
-def test_spark_asks_where_to_begin_and_where_a_run_ends(calls: Calls) -> None:
-    begun = ["prepareForTriggerAvailableNow", "initialOffset", "latestOffset", "initialOffset", "partitions"]
-    assert names(calls[0])[:5] == begun
-    # Once a batch is done, no more.
-    assert all("initialOffset" not in names(run) for run in calls[1:])
-    # It makes a first batch though latest is where it starts, and ends a run when latest gives the start back.
-    [(start, end, _)] = [given for name, given in calls[0] if name == "partitions"]
-    assert start == end
-    for run in calls:
-        *_, (start, end) = [given for name, given in run if name == "latestOffset"]
-        assert start == end
-    # A source is not stopped after a normal end.
-    assert all("stop" not in names(run) for run in calls)
-
-
-def test_latest_offset_continues_the_batch(calls: Calls) -> None:
-    """`commitGroup` leans on it."""
-    for run in calls:
-        planned = None
-        for name, given in run:
-            if name == "partitions":
-                planned = given[1]
-            elif name == "latestOffset" and planned is not None:
-                assert given[0] == planned
-        assert names(run).index("partitions") < len(run) - 1 - names(run)[::-1].index("latestOffset")
-
-
-def test_spark_commits_a_batch_to_the_source_when_it_plans_the_next(calls: Calls) -> None:
-    for run in calls[:2]:
-        done = None
-        for name, given in run:
-            if name == "commit":
-                assert given[0] == done or done is None
-            elif name == "partitions":
-                done = given[1]
-        assert [given[0] for name, given in run if name == "commit"][-1:] != [done]
-    # The last of a run in the next one, before anything of that is planned.
-    last = [given[1] for name, given in calls[0] if name == "partitions"][-1]
-    assert next(given[0] for name, given in calls[1] if name == "commit") == last
-    assert names(calls[1]).index("commit") < names(calls[1]).index("partitions")
-
-
-def test_logged_batch_is_planned_with_its_old_end(calls: Calls) -> None:
-    before = [given[:2] for name, given in calls[1] if name == "partitions"][-1]
-    again = next(given[:2] for name, given in calls[2] if name == "partitions")
-    assert again == before
-    assert "latestOffset" not in names(calls[2])[: names(calls[2]).index("partitions")]
-
-
-def test_spark_hides_the_error_of_a_reader(query: Query) -> None:
-    """It asks the reader, which it does not have, to stop. So we make one that fails at the first call."""
-    from mqstore.spark.source import MQStoreDataSource
-
-    class Raising(MQStoreDataSource):
-        @classmethod
-        def name(cls) -> str:
-            return "raising"
-
-        def streamReader(self, schema: Any) -> Any:  # noqa: N802
-            raise ValueError("why")
-
-    query.spark.dataSource.register(Raising)
-    query.format = "raising"
-    query.append(1)
-    assert "UnboundLocalError: cannot access local variable 'reader'" in query.fails()
-
-
-@pytest.mark.usefixtures("limits")
-def test_spark_takes_an_offset_that_is_spelled_otherwise_for_another(query: Query, tmp_path: Path) -> None:
-    """So each offset has one spelling: else there would be empty batches for ever."""
-    query.append(4)
-    query.run(startingOffsets="earliest")
-    assert query.batches() == 1
-    query.format = "misspelled"
-    query.spark.dataSource.register(spied(str(tmp_path / "calls"), "misspelled", sort=False))
-    query.run(startingOffsets="earliest")
-    assert query.batches() == 2
-    assert query.sink[1] == []
-
-
-@pytest.mark.usefixtures("limits")
-def test_without_a_pin_spark_asks_for_a_batch_that_starts_behind_its_end(query: Query, tmp_path: Path) -> None:
-    """What the first, empty batch is for: messages between the two would be lost."""
-    query.format = "unpinned"
-    query.spark.dataSource.register(spied(str(tmp_path / "calls"), "unpinned", pins=False))
-    query.append(4)
-    query.fail_at = 0
-    query.fails()
-    query.append(3)
-    query.fail_at = None
-    (tmp_path / "calls").unlink()
-    query.run()
-    lines = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
-    start, end, _ = next(given for name, given in lines if name == "partitions")
-    path = str(query.path)
-    assert (start["s"][path]["t"]["0"], end["s"][path]["t"]["0"]) == (7, 4)
 
 
 # -- readers -----------------------------------------------------------------------------------------------------------
