@@ -27,6 +27,7 @@ since the broker may have cut the log below the watermarks.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from typing import Final
 
@@ -37,12 +38,12 @@ _EXTENSION: Final = struct.Struct(">iiqqq")
 _CRC: Final = struct.Struct(">I")
 _EXTENSION_AT: Final = 64
 _CRC_AT: Final = _EXTENSION_AT + _EXTENSION.size
-_QUEUES: Final = struct.Struct(">Q")
-_QUEUES_AT: Final = 100
-_QUEUES_CRC_AT: Final = 108
-_START: Final = struct.Struct(">q")
-_START_AT: Final = 112
-_START_CRC_AT: Final = 120
+_COVERED: Final = ((0, _FIELDS.size), (_EXTENSION_AT, _CRC_AT))
+_LATER: Final = (
+    ("queues", struct.Struct(">Q"), 100, 108, ((_EXTENSION_AT, 108),)),
+    ("log_start", struct.Struct(">q"), 112, 120, ((_EXTENSION_AT, 100), (112, 120))),
+)
+"""Later fields of the extension: name, format, position, position of its CRC, and the bytes that this covers."""
 _EXTENSION_MAGIC: Final = 0x4D515331
 _EXTENSION_VERSION: Final = 1
 _MARGIN_MS: Final = 3000
@@ -87,13 +88,11 @@ def encode(checkpoint: Checkpoint) -> bytes:
     _FIELDS.pack_into(page, 0, *values[:5])
     if checkpoint.flushed is not None:
         _EXTENSION.pack_into(page, _EXTENSION_AT, _EXTENSION_MAGIC, _EXTENSION_VERSION, *values[5:8])
-        _CRC.pack_into(page, _CRC_AT, _crc(bytes(page)))
-        if checkpoint.queues is not None:
-            _QUEUES.pack_into(page, _QUEUES_AT, checkpoint.queues)
-            _CRC.pack_into(page, _QUEUES_CRC_AT, _queues_crc(page))
-        if checkpoint.log_start is not None:
-            _START.pack_into(page, _START_AT, checkpoint.log_start)
-            _CRC.pack_into(page, _START_CRC_AT, _start_crc(page))
+        _CRC.pack_into(page, _CRC_AT, _crc(page, _COVERED))
+        for name, kind, at, crc_at, covered in _LATER:
+            if (value := getattr(checkpoint, name)) is not None:
+                kind.pack_into(page, at, value)
+                _CRC.pack_into(page, crc_at, _crc(page, covered))
     return bytes(page)
 
 
@@ -103,13 +102,14 @@ def decode(data: bytes) -> Checkpoint:
     fields: tuple[int, ...] = _FIELDS.unpack_from(page)
     magic, version, *watermarks = _EXTENSION.unpack_from(page, _EXTENSION_AT)
     known = magic == _EXTENSION_MAGIC and version == _EXTENSION_VERSION
-    if known and _CRC.unpack_from(page, _CRC_AT)[0] == _crc(page):
-        has_queues = _CRC.unpack_from(page, _QUEUES_CRC_AT)[0] == _queues_crc(page)
-        has_start = _CRC.unpack_from(page, _START_CRC_AT)[0] == _start_crc(page)
-        queues = _QUEUES.unpack_from(page, _QUEUES_AT)[0] if has_queues else None
-        values = *fields, *watermarks, queues, _START.unpack_from(page, _START_AT)[0] if has_start else None
-        return Checkpoint(*values)
-    return Checkpoint(*fields)
+    if not known or _CRC.unpack_from(page, _CRC_AT)[0] != _crc(page, _COVERED):
+        return Checkpoint(*fields)
+    later = {
+        name: kind.unpack_from(page, at)[0]
+        for name, kind, at, crc_at, covered in _LATER
+        if _CRC.unpack_from(page, crc_at)[0] == _crc(page, covered)
+    }
+    return Checkpoint(*fields, *watermarks, **later)
 
 
 def is_plausible(data: bytes) -> bool:
@@ -134,13 +134,6 @@ def min_timestamp(checkpoint: Checkpoint) -> int:
     return max(0, min(checkpoint.physic_msg_timestamp_ms, checkpoint.logics_msg_timestamp_ms) - _MARGIN_MS)
 
 
-def _queues_crc(page: bytes | bytearray) -> int:
-    return crc32c(bytes(page[_EXTENSION_AT:_QUEUES_CRC_AT]))
-
-
-def _start_crc(page: bytes | bytearray) -> int:
-    return crc32c(bytes(page[_START_AT:_START_CRC_AT]), crc32c(bytes(page[_EXTENSION_AT:_QUEUES_AT])))
-
-
-def _crc(page: bytes) -> int:
-    return crc32c(page[_EXTENSION_AT:_CRC_AT], crc32c(page[: _FIELDS.size]))
+def _crc(page: bytes | bytearray, covered: Iterable[tuple[int, int]]) -> int:
+    """Return the CRC-32C of ranges of the page, one after the other."""
+    return crc32c(b"".join(page[start:stop] for start, stop in covered))

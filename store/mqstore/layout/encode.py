@@ -63,25 +63,17 @@ def encode_records(
     Offsets count up from `queue_offset` and `physical_offset`. `timestamp_ms` is the born and store timestamp. The
     caller has checked the limits.
     """
-    sys_flag = host_bits(born_host, store_host)
+    flag, each_flag = (flags, None) if isinstance(flags, int) else (0, flags)
+    stamp, sys_flag = timestamp_ms, host_bits(born_host, store_host)
+    header = header_struct(len(born_host), len(store_host)).pack(
+        0, magic, 0, queue_id, flag, 0, 0, sys_flag, stamp, born_host, stamp, store_host, 0, 0, 0
+    )
     if kernel is not None and checksum == "crc32c-record":
-        flag, each_flag = (flags, None) if isinstance(flags, int) else (0, flags)
-        stamp = timestamp_ms
-        header = header_struct(len(born_host), len(store_host)).pack(
-            0, magic, 0, queue_id, flag, 0, 0, sys_flag, stamp, born_host, stamp, store_host, 0, 0, 0
-        )
         found = kernel.encode(header, len(header), bodies, tails, each_flag, queue_offset, physical_offset, True)
         return found[0], array("q", found[1])
-    count = len(bodies)
-    dtype = header_dtype(len(born_host), len(store_host))
-    headers = np.zeros(count, dtype)
-    headers["magic"] = magic
-    headers["queue_id"] = queue_id
+    headers = np.frombuffer(bytearray(header * len(bodies)), header_dtype(len(born_host), len(store_host)))
     headers["flag"] = flags
-    headers["queue_offset"] = np.arange(queue_offset, queue_offset + count)
-    headers["sys_flag"] = sys_flag
-    headers["born_timestamp_ms"] = timestamp_ms
-    headers["born_host"] = born_host
+    headers["queue_offset"] = np.arange(queue_offset, queue_offset + len(bodies))
     return _assembled(headers, bodies, tails, physical_offset, timestamp_ms, store_host, checksum)
 
 

@@ -343,22 +343,16 @@ def check_record(buf: ReadableBuffer, position: int, limit: int, physical_offset
             return bad("the topic is empty", "topic")
         stored = shape.head[2]
         if checksum == "crc32c-record":
-            expected = _record_checksum(view, position, total_size)
+            expected = record_checksum(view, position, total_size)
             if stored != expected:
                 return bad(f"checksum {_hex(stored)} stored, {_hex(expected)} computed over the record", "checksum")
         elif shape.body_size > 0:
             expected = zlib.crc32(view[shape.body_at : shape.body_at + shape.body_size]) & 0x7FFF_FFFF
             if stored != expected:
                 return bad(f"checksum {_hex(stored)} stored, {_hex(expected)} computed over the body", "checksum")
+        if fault := crc_tail_fault(view, position, position + total_size, shape.properties_size):
+            return bad(fault, "properties")
         properties = bytes(view[shape.properties_at : shape.properties_at + shape.properties_size])
-        try:
-            claimed = decode_crc_tail(properties)
-        except FormatError as error:
-            return bad(str(error), "properties")
-        if claimed is not None:
-            actual = zlib.crc32(view[position : position + total_size - CRC_TAIL_BYTES]) & 0x7FFF_FFFF
-            if claimed != actual:
-                return bad(f"property CRC {_hex(claimed)} stored, {_hex(actual)} computed", "properties")
         problem = unreadable_number(bytes(view[shape.topic_at : shape.topic_at + shape.topic_size]), properties)
         return bad(problem, "properties") if problem else Check("ok", total_size)
 
@@ -385,7 +379,20 @@ def unreadable_number(topic: bytes, properties: bytes) -> str:
     return ""
 
 
-def _record_checksum(view: memoryview, position: int, size: int) -> int:
+def crc_tail_fault(view: memoryview, start: int, end: int, properties_size: int) -> str:
+    """Return why the CRC tail of the record in `[start, end)` is wrong, or "" if it is right or if there is none."""
+    try:
+        # One byte more than the tail shows whether the name begins a property or is inside a value.
+        claimed = decode_crc_tail(bytes(view[end - min(CRC_TAIL_BYTES + 1, properties_size) : end]))
+    except FormatError as error:
+        return str(error)
+    if claimed is None or claimed == (actual := zlib.crc32(view[start : end - CRC_TAIL_BYTES]) & 0x7FFF_FFFF):
+        return ""
+    return f"property CRC {_hex(claimed)} stored, {_hex(actual)} computed"
+
+
+def record_checksum(view: memoryview, position: int, size: int) -> int:
+    """Return the CRC-32C of a whole record, its checksum field read as zero, as a signed number."""
     total_size, magic = _BLANK.unpack_from(view, position)
     value = crc32c(view[position + QUEUE_ID_AT : position + size], _checksum_start(total_size, magic))
     return value - 0x1_0000_0000 if value & 0x8000_0000 else value

@@ -25,7 +25,7 @@ from __future__ import annotations
 import sys
 import zlib
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import repeat
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -35,7 +35,7 @@ from mqstore.errors import FormatError
 from mqstore.layout import record as _record
 from mqstore.layout.encode import header_dtype
 from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES
-from mqstore.layout.properties import CRC32, CRC_TAIL_BYTES, decode_crc_tail
+from mqstore.layout.properties import CRC32, CRC_TAIL_BYTES
 from mqstore.layout.record import (
     BLANK_BYTES,
     MAGIC_V1,
@@ -44,9 +44,11 @@ from mqstore.layout.record import (
     Check,
     Checksum,
     check_record,
+    crc_tail_fault,
     measure,
+    record_checksum,
 )
-from mqstore.native import crc32c, kernel
+from mqstore.native import kernel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -157,7 +159,7 @@ def read_run(
     elif checksums and tails:
         for row in np.flatnonzero(ints[_TAIL, :count]).tolist():
             begin, size = int(longs[_POSITION, row]), int(ints[_SIZE_ROW, row])
-            if not _tail_holds(view, begin, begin + size, int(longs[_PROPERTIES_SIZE, row])):
+            if crc_tail_fault(view, begin, begin + size, int(longs[_PROPERTIES_SIZE, row])):
                 good = row
                 break
     if good < count:
@@ -344,13 +346,10 @@ class Headers:
         names = [self._view[at : at + size].tobytes() for at, size in zip(starts, sizes, strict=True)]
         return names, run.ints[_TOPIC, : len(self)]
 
-    def take_parts(self, table: np.NDArray[np.int64]) -> None:
-        """Set the columns of `parts` that a caller has computed. All records are ok."""
-        self.parts = np.ones(len(self), np.bool_), *table
-
     @cached_property
     def parts(self) -> tuple[_Bools, _Int64s, _Int64s, _Int64s, _Int64s, _Int64s, _Int64s]:
-        """Return `ok`, then position and size of body, topic and properties. Lengths are compared before use."""
+        """Return `ok`, then position and size of body, topic and properties. Lengths are compared before use.
+        Set by a caller that has computed them."""
         if kernel is not None:
             good, table = np.empty(len(self), np.bool_), np.empty((6, len(self)), np.int64)
             kernel.measure(self._view, self.positions, good, table)
@@ -399,17 +398,18 @@ def verify(buf: ReadableBuffer, headers: Headers, checksum: Checksum) -> _Bools:
     if not len(rows):
         return result
     starts, sizes = headers.positions[rows], headers.size[rows].astype(np.int64)
-    stored = headers.checksum[rows].view(np.uint32)
+    stored = headers.checksum[rows]
     if checksum == "crc32c-record":
-        result[rows] = _records_hold(view, starts, sizes, stored)
+        computed = map(partial(record_checksum, view), starts.tolist(), sizes.tolist())
+        result[rows] = np.fromiter(computed, np.int32, len(rows)) == stored
     else:
         bodies, body_sizes = headers.body_position[rows], headers.body_size[rows]
         found = np.fromiter(map(zlib.crc32, slices(view, bodies, body_sizes)), np.uint32, len(rows))
-        result[rows] = ((found & 0x7FFF_FFFF) == stored) | (body_sizes == 0)
+        result[rows] = ((found & 0x7FFF_FFFF) == stored.view(np.uint32)) | (body_sizes == 0)
 
     tail = np.flatnonzero(has_crc_tail(view, headers)[rows])
     for row, at, end in zip(rows[tail].tolist(), starts[tail].tolist(), (starts + sizes)[tail].tolist(), strict=True):
-        result[row] &= _tail_holds(view, at, end, int(headers.properties_size[row]))
+        result[row] &= not crc_tail_fault(view, at, end, int(headers.properties_size[row]))
     return result
 
 
@@ -432,27 +432,6 @@ def topic_is(buf: ReadableBuffer, headers: Headers, topic: bytes) -> _Bools:
         found = found.reshape(len(rows), len(topic))
         same[rows] = (found == np.frombuffer(topic, np.uint8)).all(axis=1)
     return same
-
-
-def _tail_holds(view: memoryview, start: int, end: int, properties_size: int) -> bool:
-    """Return True if the `__CRC32#` that seems to close the record in `[start, end)` fits or is not a tail."""
-    try:
-        # One byte more than the tail shows whether the name begins a property or is inside a value.
-        claimed = decode_crc_tail(bytes(view[end - min(CRC_TAIL_BYTES + 1, properties_size) : end]))
-    except FormatError:
-        return False
-    return claimed is None or claimed == zlib.crc32(view[start : end - CRC_TAIL_BYTES]) & 0x7FFF_FFFF
-
-
-def _records_hold(view: memoryview, starts: _Int64s, sizes: _Int64s, stored: np.NDArray[np.uint32]) -> _Bools:
-    """Compare the CRC-32C of whole records.
-    The state after the checksum field depends on size and magic alone, so it is computed once per pair."""
-    pairs, which = np.unique(_column(view, starts, ">i8"), return_inverse=True)
-    states = [crc32c(pair.to_bytes(8, "big", signed=True) + bytes(4)) for pair in pairs.tolist()]
-    after_head = map(states.__getitem__, which.tolist())
-    computed = map(crc32c, slices(view, starts + _record.QUEUE_ID_AT, sizes - _record.QUEUE_ID_AT), after_head)
-    holds: _Bools = np.fromiter(computed, np.uint32, len(starts)) == stored
-    return holds
 
 
 def content_end(buf: ReadableBuffer, start: int = 0, end: int | None = None) -> int:

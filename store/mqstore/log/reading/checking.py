@@ -87,7 +87,7 @@ def _ordinary(
     found = None
     if table is not None:
         found = Headers(buffer, starts)
-        found.take_parts(table)
+        found.parts = good, *table
         if (found.physical_offset != physical).any():  # changed meanwhile, as by another process's recovery
             return None
     return Checked(good, found, ends, None if bodies is None or length < 0 else bodies[:length])
