@@ -51,24 +51,14 @@ _POLL_MS_MAX = 50
 
 # struct flock of the two platforms. "0q" pads to the size that the system copies.
 if sys.platform == "darwin":
-    _FLOCK_STRUCT = struct.Struct("@qqihh0q")  # start, len, pid, type, whence
-
-    def _pack(kind: int) -> bytes:
-        return _FLOCK_STRUCT.pack(0, 1, 0, kind, os.SEEK_SET)
-
-    def _unpack(data: bytes) -> tuple[int, int]:
-        _, _, pid, kind, _ = _FLOCK_STRUCT.unpack(data)
-        return kind, pid
-
+    _FLOCK, _FLOCK_FIELDS = struct.Struct("@qqihh0q"), ("start", "len", "pid", "type", "whence")
 else:
-    _FLOCK_STRUCT = struct.Struct("@hhqqi0q")  # type, whence, start, len, pid
+    _FLOCK, _FLOCK_FIELDS = struct.Struct("@hhqqi0q"), ("type", "whence", "start", "len", "pid")
 
-    def _pack(kind: int) -> bytes:
-        return _FLOCK_STRUCT.pack(kind, os.SEEK_SET, 0, 1, 0)
 
-    def _unpack(data: bytes) -> tuple[int, int]:
-        kind, _, _, _, pid = _FLOCK_STRUCT.unpack(data)
-        return kind, pid
+def _pack(kind: int) -> bytes:
+    wanted = {"type": kind, "whence": os.SEEK_SET, "start": 0, "len": 1, "pid": 0}
+    return _FLOCK.pack(*map(wanted.__getitem__, _FLOCK_FIELDS))
 
 
 # macOS has F_OFD_SETLK, too, but its headers call it private and POSIX lockers do not always see it. F_SETLK is that of
@@ -90,8 +80,9 @@ def _take(lock: Callable[..., object], *arguments: object) -> bool:
 def _byte_holder(fd: int) -> int | None:
     """Return the process id of the holder of a write lock on byte 0, or None without a holder.
     It is -1 for a Linux open file description lock. Does not see POSIX locks of this process."""
-    kind, pid = _unpack(fcntl.fcntl(fd, fcntl.F_GETLK, _pack(fcntl.F_RDLCK)))
-    return None if kind == fcntl.F_UNLCK else pid
+    found = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, _pack(fcntl.F_RDLCK)))
+    holder: dict[str, int] = dict(zip(_FLOCK_FIELDS, found, strict=True))
+    return None if holder["type"] == fcntl.F_UNLCK else holder["pid"]
 
 
 Identity = tuple[int, int]  # device, inode

@@ -48,7 +48,8 @@ from mqstore.errors import (
 )
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.flusher import GroupCommit
-from mqstore.files.jsonfile import decode_json, load_json, read_json
+from mqstore.files.jsonfile import load_json
+from mqstore.log.bulk.shard import read_note
 from mqstore.log.bulk.splice import Splicer, SpliceResult
 from mqstore.log.bulk.txn import is_app
 from mqstore.log.names import check_topic, is_path_safe
@@ -83,14 +84,7 @@ class Bundle(NamedTuple):
     def load(cls, folder: Path, fs: FileSystem) -> Bundle:
         """Read the bundle in `folder`. Raises FormatError if it is missing or invalid, else StoreIOError."""
         path = folder / "bundle.json"
-        try:
-            value = decode_json(read_json(path, fs))
-        except FileNotFoundError as error:
-            raise FormatError(f"{path}: the file is missing", "bundle", 0) from error
-        except FormatError as error:
-            raise FormatError(f"{path}: {error}", error.field, error.position) from error
-        if value.get("version") != 1:
-            raise FormatError(f"{path}: version {value.get('version')!r:.80} is not 1", "version", 0)
+        value = read_note(path, fs, "bundle")
         app: Any = value.get("app")
         version: Any = value.get("ver")
         shards: Any = value.get("shards")

@@ -110,14 +110,7 @@ class Shard(NamedTuple):
         Raises FormatError if it is missing, does not decode, or does not fit this store. Raises StoreIOError if it
         cannot be read."""
         path = folder / "shard.json"
-        try:
-            value = decode_json(read_json(path, fs))
-        except FileNotFoundError:
-            _refuse(path, "the file is missing, so staging the shard was not completed", "shard")
-        except FormatError as error:
-            raise FormatError(f"{path}: {error}", error.field, error.position) from error
-        if value.get("version") != 1:
-            _refuse(path, f"version {value.get('version')!r:.80} is not 1, the only supported one", "version")
+        value = read_note(path, fs, "shard", "the file is missing, so staging the shard was not completed")
         if value.get("profile") != limits.profile:
             _refuse(
                 path,
@@ -292,6 +285,21 @@ def shard_json(
         counts.setdefault(topic, {})[str(queue_id)] = count
     value = {"version": 1, "profile": profile, "records": records, "bytes": size, "crc32c": crc, "largest": largest}
     return encode_json({**value, "queues": counts})
+
+
+def read_note(path: Path, fs: FileSystem, field: str, missing: str = "the file is missing") -> dict[str, Any]:
+    """Return the object in a JSON file that a job has written.
+    Raises FormatError if the file is missing, does not decode, or has another version than 1. Raises StoreIOError if it
+    cannot be read."""
+    try:
+        value = decode_json(read_json(path, fs))
+    except FileNotFoundError:
+        _refuse(path, missing, field)
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}", error.field, error.position) from error
+    if value.get("version") != 1:
+        _refuse(path, f"version {value.get('version')!r:.80} is not 1, the only supported one", "version")
+    return value
 
 
 def _open(path: Path, fs: FileSystem, field: str) -> int:

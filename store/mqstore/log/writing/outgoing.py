@@ -19,7 +19,6 @@ from mqstore.layout.properties import (
     SHARDINGKEY,
     TAGS,
     UNIQ_KEY,
-    encode_properties,
     is_reserved,
 )
 from mqstore.options import Durability, Duration
@@ -211,14 +210,9 @@ def user_properties(
     return stored
 
 
-def tail_of(plain_tail: bytes, properties: Mapping[str, str]) -> bytes:
-    """Return the bytes after a body: topic and properties with their lengths.
-    `plain_tail` is the result without properties."""
-    return tail_of_bytes(plain_tail, encode_properties(properties))
-
-
 def tail_of_bytes(plain_tail: bytes, properties: bytes) -> bytes:
-    """Return the result of `tail_of` for encoded properties, filtered by `without_place`."""
+    """Return the bytes after a body: topic and encoded properties with their lengths.
+    `plain_tail` is the result without properties. Those of another record are left out (`without_place`)."""
     properties = without_place(properties)
     return b"".join((plain_tail[:-2], len(properties).to_bytes(2, "big"), properties))
 

@@ -45,7 +45,6 @@ from mqstore.log.writing.outgoing import (
     flat_body,
     no_such_option,
     refuse_routing,
-    tail_of,
     tail_of_bytes,
     user_properties,
     without_place,
@@ -395,7 +394,8 @@ class LogWriter:
                 if isinstance(item, OutgoingMessage):
                     refuse_routing(item, topic)
                     check_integer(item.flag, 32, "flag")
-                    tail = tail_of(tail, user_properties(item.tag, item.keys, item.properties, item.unique_key))
+                    properties = user_properties(item.tag, item.keys, item.properties, item.unique_key)
+                    tail = tail_of_bytes(tail, encode_properties(properties))
                     flag = item.flag
                     if item.unique_key is not None:
                         unique[at] = item.unique_key
