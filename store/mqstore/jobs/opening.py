@@ -31,10 +31,10 @@ class StoreName:
     path: str
 
 
-def open_store(store: StoreName, config: StoreConfig | None = None) -> ReadOnlyMessageStore:
+def open_store(store: StoreName) -> ReadOnlyMessageStore:
     """Open the store for reading, without a lock. Errors such as NotAStoreError name the path."""
     with of_store(store.path):
-        return ReadOnlyMessageStore(store.path, config=config, fs=QUIET)
+        return ReadOnlyMessageStore(store.path, fs=QUIET)
 
 
 class SlicedStore(ReadOnlyMessageStore):

@@ -170,13 +170,26 @@ def _check_schema(options: SourceOptions, schema: StructType) -> Any:
     return "string" if as_string else "binary"
 
 
-class MQStoreReader(DataSourceReader):
-    """Reader of a query, which plans on the driver and reads in tasks."""
+class SliceReader:
+    """Reader of slices, of which tasks get copies."""
 
     def __init__(self, options: SourceOptions, columns: list[str], body_as: Any) -> None:
         self._options = options
         self._columns = columns
         self._body_as = body_as
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        settle()
+        if partition is not None and partition.value is not None:  # else an empty batch
+            with plain_errors():
+                yield from self._read(partition.value)
+
+    def _read(self, value: Any) -> Iterator[Any]:
+        return read_slices(self._options, self._columns, self._body_as, value)
+
+
+class MQStoreReader(SliceReader, DataSourceReader):
+    """Reader of a query, which plans on the driver and reads in tasks."""
 
     @plain_errors()
     def partitions(self) -> list[InputPartition]:
@@ -185,12 +198,8 @@ class MQStoreReader(DataSourceReader):
             return [InputPartition(name) for name in view_stores(self._options)]
         return [InputPartition(slices) for slices in plan(self._options, by_region=True)]
 
-    def read(self, partition: InputPartition) -> Iterator[Any]:
-        settle()
-        if partition is None or partition.value is None:
-            return
-        with plain_errors():
-            if self._options.view != "messages":
-                yield view_batch(self._options.view, partition.value, self._options).select(self._columns)
-                return
-            yield from read_slices(self._options, self._columns, self._body_as, partition.value)
+    def _read(self, value: Any) -> Iterator[Any]:
+        if self._options.view == "messages":
+            yield from super()._read(value)
+        else:
+            yield view_batch(self._options.view, value, self._options).select(self._columns)

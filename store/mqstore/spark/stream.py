@@ -10,7 +10,6 @@ limits nor available-now.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
@@ -21,19 +20,17 @@ except ImportError:  # pyspark 4.1
     limits = None
 
 from mqstore.errors import ConfigError, MQStoreError
-from mqstore.jobs.errors import plain_errors, settle
+from mqstore.jobs.errors import plain_errors
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.progress import Limit, StreamProgress
-from mqstore.jobs.tasks import read_slices
+from mqstore.spark.source import SliceReader
 
 
-class MQStoreStreamReader(DataSourceStreamReader):
-    """Reader of a run of a streaming query. Tasks use copies."""
+class MQStoreStreamReader(SliceReader, DataSourceStreamReader):
+    """Reader of a run of a streaming query."""
 
     def __init__(self, options: SourceOptions, columns: list[str], body_as: Any) -> None:
-        self._options = options
-        self._columns = columns
-        self._body_as = body_as
+        super().__init__(options, columns, body_as)
         self._progress = StreamProgress(options)
 
     @plain_errors()
@@ -47,13 +44,6 @@ class MQStoreStreamReader(DataSourceStreamReader):
     @plain_errors()
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
         return [InputPartition(slices) for slices in self._progress.partitions(start, end)]
-
-    def read(self, partition: InputPartition) -> Iterator[Any]:
-        settle()
-        if partition is None or partition.value is None:  # an empty batch
-            return
-        with plain_errors():
-            yield from read_slices(self._options, self._columns, self._body_as, partition.value)
 
     @plain_errors()
     def commit(self, end: dict[str, Any]) -> None:
