@@ -31,15 +31,15 @@ _TOPIC = "bench"
   mqstore bench --messages 20000 --body-bytes 1024 --json
   mqstore bench --directory /mnt/slow         # on another disk""",
 )
-@click.option("--messages", type=click.IntRange(1), default=200_000, show_default=True, help="Messages of each test.")
-@click.option("--body-bytes", type=click.IntRange(0, 4 << 20), default=128, show_default=True)
+@click.option("--messages", type=click.IntRange(1), default=200_000, help="Messages of each test.")
+@click.option("--body-bytes", type=click.IntRange(0, 4 << 20), default=128)
 @click.option(
     "--directory",
     metavar="DIR",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Parent of the temporary directory, which is removed at the end.",
 )
-def bench(messages: int, body_bytes: int, directory: Path | None, json_output: bool) -> None:
+def bench(messages: int, body_bytes: int, directory: Path | None) -> None:
     """Measure put, put_many, reading and verification in a temporary directory.
 
     Each test runs once, so the figures are only an order of magnitude.
@@ -74,7 +74,7 @@ def bench(messages: int, body_bytes: int, directory: Path | None, json_output: b
             rows.append((name, f"{count:,}", f"{count / seconds:,.0f}", f"{rate}/s"))
     title = f"bodies of {body_bytes} bytes, one run each, under {directory or tempfile.gettempdir()}"
     cells = (title, ("test", "messages>", "a second>", "of bodies>"), rows)
-    show_tables({"body_bytes": body_bytes, "results": results}, cells, json_output=json_output)
+    show_tables({"body_bytes": body_bytes, "results": results}, cells)
 
 
 def _put(path: Path, body: bytes, count: int, durability: Durability = "append") -> int:

@@ -24,7 +24,7 @@ from mqstore_tools.shared import command, finish
 )
 @target_argument
 @click.option("--conflicts", is_flag=True, help="Only groups whose members subscribe differently. Exit with 1 if any.")
-def clients(target: Path, conflicts: bool, json_output: bool) -> None:
+def clients(target: Path, conflicts: bool) -> None:
     """Show the clients of the server that has the store in DIR open, or listens at HOST:PORT.
 
     These are RocketMQ's clients, and processes that called `mqstore.connect`. A client without groups sends or reads
@@ -47,7 +47,7 @@ def clients(target: Path, conflicts: bool, json_output: bool) -> None:
         shown = {"clients": found, **shown}
         members = [(each["group"], *_member(each)) for row in found for each in row["groups"]]
         tables = [("", _CLIENTS, [*map(_cells, found)]), *([("", _MEMBERS, members)] if members else []), *tables]
-    show_tables(shown, *tables, json_output=json_output, empty="no conflicts" if conflicts else "no clients")
+    show_tables(shown, *tables, empty="no conflicts" if conflicts else "no clients")
     finish(conflicts and differing)
 
 

@@ -22,7 +22,7 @@ from mqstore.admin import check_group, check_user_topic, default_retry
 from mqstore.errors import StoreClosedError
 from mqstore_tools.actions import Commands, Printer
 from mqstore_tools.consume_run import Run, quiet, supervise
-from mqstore_tools.render import VERSION, as_json, body_bytes_option, note, progress, show_tables
+from mqstore_tools.render import VERSION, as_json, body_bytes_option, json_asked, note, progress, show_tables
 from mqstore_tools.session import Position, administer, dry_run_option, open_store, position, target_argument
 from mqstore_tools.shared import NumberRange, command, finish, refuse_given
 
@@ -83,7 +83,7 @@ cannot be opened.""",
     help="Start of the group in queues without a committed offset: earliest, latest, a time (UTC by default) or an age "
     "(36h). Default: the group's setting, earliest for a new group.",
 )
-@click.option("--workers", type=click.IntRange(1, 1000), default=1, show_default=True, help="Messages at a time.")
+@click.option("--workers", type=click.IntRange(1, 1000), default=1, help="Messages at a time.")
 @click.option("--max-messages", type=click.IntRange(1), metavar="N", help="Stop after N messages.")
 @click.option(
     "--idle-exit",
@@ -106,7 +106,6 @@ cannot be opened.""",
     "format_",
     type=click.Choice(["text", "jsonl"]),
     default="text",
-    show_default=True,
     help="jsonl: one JSON object per line, like `export`.",
 )
 @body_bytes_option
@@ -122,7 +121,6 @@ cannot be opened.""",
     "--reject-code",
     type=click.IntRange(1, 255),
     default=_EX_DATAERR,
-    show_default=True,
     help="Exit code with which a command makes its message a dead letter.",
 )
 @dry_run_option
@@ -146,7 +144,6 @@ def consume(
     exec_timeout: float | None,
     reject_code: int,
     dry_run: bool,
-    json_output: bool,
 ) -> None:
     """Consume the messages of TOPICs in the store in DIR for a group: print them, or run a command for each.
 
@@ -164,7 +161,7 @@ def consume(
     argv = None if command is None else _argv(command, shell=shell)
     topics = tuple(dict.fromkeys(topics))
     if dry_run:
-        _dry_run(target, group, topics, start, json_output=json_output)
+        _dry_run(target, group, topics, start)
         return
     work = Printer(format_ == "jsonl", body_bytes) if argv is None else Commands(argv, group, exec_timeout, reject_code)
     with open_store(target, create=False) as store:
@@ -185,7 +182,7 @@ def consume(
         with quiet(), bar:
             supervise(run, idle_exit)
         summary = _summary(run, time.monotonic() - began)
-    if json_output:
+    if json_asked():
         print(as_json(VERSION | summary), file=sys.stdout if argv is not None and run.error is None else sys.stderr)
     else:
         note(_text(summary))
@@ -276,7 +273,7 @@ def _text(summary: dict[str, Any]) -> str:
     )
 
 
-def _dry_run(target: Path, group: str, topics: Iterable[str], start: Position | None, *, json_output: bool) -> None:
+def _dry_run(target: Path, group: str, topics: Iterable[str], start: Position | None) -> None:
     """Print the messages that the group has not consumed. Changes nothing."""
     with administer(target) as desk:
         rows, missing = desk.pending(group, [*topics], start)
@@ -285,4 +282,4 @@ def _dry_run(target: Path, group: str, topics: Iterable[str], start: Position | 
     columns = ("topic", "queue>", "next offset>", "end>", "messages>", "in flight>")
     cells = (f"would consume {total} messages for group {group}", columns, [row.values() for row in rows])
     notes = [f"topic {topic} does not exist; the command would wait for it" for topic in missing]
-    show_tables(found, cells, json_output=json_output, notes=notes)
+    show_tables(found, cells, notes=notes)

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from mqstore_tools.inspect import DELAY_COLUMNS, delay_cells
-from mqstore_tools.render import note, show_tables, when
+from mqstore_tools.render import json_asked, note, show_tables, when
 from mqstore_tools.session import DefaultGroup, administer, dry_run_option, examine, print_done, target_argument
 from mqstore_tools.shared import finish
 
@@ -35,7 +35,7 @@ def delay() -> None:
   mqstore delay show var/mq --json | jq '.levels[] | select(.delay_ms == null)'   # orphans""",
 )
 @target_argument
-def show(target: Path, json_output: bool) -> None:
+def show(target: Path) -> None:
     """Show the delayed messages in the store in DIR: by level, retries included, and those of the timer.
 
     An orphan is a level that is not in the store's table of levels. The next broker moves its messages to the timer,
@@ -47,7 +47,7 @@ def show(target: Path, json_output: bool) -> None:
     timer = found["timer"]
     waiting = ["timer", "any", "-", "-", timer["waiting"], when(timer["next_due_ms"]), "-"]
     cells = [*map(delay_cells, found["levels"]), waiting]
-    show_tables(found, ("", DELAY_COLUMNS, cells), json_output=json_output)
+    show_tables(found, ("", DELAY_COLUMNS, cells))
 
 
 @delay.command(
@@ -59,16 +59,16 @@ def show(target: Path, json_output: bool) -> None:
 @target_argument
 @click.argument("handle")
 @dry_run_option
-def cancel(target: Path, handle: str, dry_run: bool, json_output: bool) -> None:
+def cancel(target: Path, handle: str, dry_run: bool) -> None:
     """Cancel the message of a recall HANDLE, which its put has returned, in the store in DIR.
 
     Exit code 1 if there is nothing to cancel: the message was delivered, is due, or never existed.
     """
     with administer(target) as desk:
         cancelled = desk.cancel(handle, dry_run=dry_run)
-    if cancelled or json_output:
+    if cancelled or json_asked():
         row = {"dry_run": dry_run, "cancelled": cancelled}
-        print_done(row, "would be cancelled" if dry_run else "cancelled", json_output=json_output)
+        print_done(row, "would be cancelled" if dry_run else "cancelled")
     if not cancelled:
         note("nothing to cancel: the message was delivered, is due, or never existed")
     finish(not cancelled)

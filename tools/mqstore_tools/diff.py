@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from mqstore.admin import compare_stores
-from mqstore_tools.render import note, pick, print_json, print_line, progress, safe
+from mqstore_tools.render import note, pick, print_if_json, print_line, progress, safe
 from mqstore_tools.shared import command, finish
 
 _FOLDER = click.Path(path_type=Path, readable=False)
@@ -24,8 +24,8 @@ _FOLDER = click.Path(path_type=Path, readable=False)
 @click.argument("a", type=_FOLDER)
 @click.argument("b", type=_FOLDER)
 @click.option("--topic", help="Only the messages, committed offsets and settings of this topic.")
-@click.option("--limit", type=click.IntRange(1), default=100, show_default=True, help="Limit of listed differences.")
-def diff(a: Path, b: Path, topic: str | None, limit: int, json_output: bool) -> None:
+@click.option("--limit", type=click.IntRange(1), default=100, help="Limit of listed differences.")
+def diff(a: Path, b: Path, topic: str | None, limit: int) -> None:
     """Compare the stores in folders A and B: messages, committed offsets, settings of topics and groups, manifests.
 
     Messages are compared by topic, queue and queue offset: all bytes but their place in the log. Adjacent messages with
@@ -33,9 +33,7 @@ def diff(a: Path, b: Path, topic: str | None, limit: int, json_output: bool) -> 
     """
     with progress("comparing", of_bytes=False) as report:
         found = compare_stores(a, b, topic=topic, limit=limit, progress=report)
-    if json_output:
-        print_json(found)
-    else:
+    if not print_if_json(found):
         for row in found["differences"]:
             print_line(safe(_line(row)))
         more = f" ({found['unlisted']} not listed: --limit)" if found["unlisted"] else ""

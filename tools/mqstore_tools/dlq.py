@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from mqstore.admin import DeadLetters, look
+from mqstore.admin import look
 from mqstore_tools.multi_store import on_spark, spark_option, stores_argument
-from mqstore_tools.render import body_bytes_option, note, print_json, print_message, progress, safe, show_tables, when
+from mqstore_tools.render import (
+    body_bytes_option,
+    json_asked,
+    note,
+    print_if_json,
+    print_message,
+    progress,
+    safe,
+    show_tables,
+    when,
+)
 from mqstore_tools.session import (
     DefaultGroup,
     administer,
-    ask,
     connected,
     dry_run_option,
     is_address,
     moment,
-    print_done,
+    purge_after_asking,
     target_argument,
     to_ms,
     yes_option,
@@ -67,9 +75,7 @@ def dlq() -> None:
 @click.option("--group", "groups", multiple=True, help="Only dead letters of this group; may be repeated.")
 @_before_option
 @spark_option
-def list_(
-    stores: tuple[str, ...], groups: tuple[str, ...], before: datetime | None, master: str | None, json_output: bool
-) -> None:
+def list_(stores: tuple[str, ...], groups: tuple[str, ...], before: datetime | None, master: str | None) -> None:
     """Count the dead letters of the stores in DIR by group and original topic.
     Also shows their age and the most frequent reasons. `mqstore dlq show` prints the dead letters of a group."""
     from mqstore.jobs import dlq_report, select
@@ -92,7 +98,7 @@ def list_(
         for reason, count in row["reasons"].items()
     ]
     why = ("why", ("group", "from", "reason", "dead letters>"), reasons)
-    show_tables(found, counts, why, json_output=json_output, empty="no dead letters")
+    show_tables(found, counts, why, empty="no dead letters")
 
 
 def _ms(before: datetime | None) -> int | None:
@@ -110,18 +116,16 @@ def _ms(before: datetime | None) -> int | None:
 @_offset_option
 @_before_option
 @body_bytes_option
-def show(
-    target: Path, group: str, chosen: tuple[int, ...], before: datetime | None, body_bytes: int, json_output: bool
-) -> None:
+def show(target: Path, group: str, chosen: tuple[int, ...], before: datetime | None, body_bytes: int) -> None:
     """Print dead letters of the store in DIR with their bodies, all or those chosen by options.
 
     --json prints one object per line, like `export`. Exit code 1 if an --offset has no dead letter.
     """
     printed: set[int] = set()
     fine = True
-    with _letters(target, group) as letters:
-        for letter in letters.select(offsets=chosen or None, stop_ms=_ms(before)):
-            fine &= print_message(letter, json_output=json_output, body_bytes=body_bytes)
+    with connected(target) if is_address(target) else look(target) as opened:
+        for letter in opened.dead_letters(group).select(offsets=chosen or None, stop_ms=_ms(before)):
+            fine &= print_message(letter, json_output=json_asked(), body_bytes=body_bytes)
             printed.add(letter.offset)
     missing = ", ".join(map(str, sorted(set(chosen) - printed)))
     if not printed and not missing:
@@ -129,16 +133,6 @@ def show(
     if missing:
         note(f"no dead letter at offset {missing}")
     finish(missing or not fine)
-
-
-@contextmanager
-def _letters(target: Path, group: str) -> Iterator[DeadLetters]:
-    if is_address(target) and (store := connected(target)) is not None:
-        with store:
-            yield store.dead_letters(group)
-    else:
-        with look(target) as opened:
-            yield opened.dead_letters(group)
 
 
 @dlq.command(
@@ -170,7 +164,6 @@ def replay(
     to_topic: str | None,
     dry_run: bool,
     master: str | None,
-    json_output: bool,
 ) -> None:
     """Send dead letters of the stores in DIR again as new messages, all or those chosen by options.
 
@@ -196,8 +189,7 @@ def replay(
             found = dlq_resend(
                 letters, groups=groups or None, offsets=chosen or None, **how, spark=spark, progress=report
             ).to_dict()
-    if json_output:
-        print_json(found)
+    if print_if_json(found):
         return
     several = len({row["store"] for row in found["letters"]}) > 1
     for row in found["letters"]:
@@ -231,18 +223,12 @@ def _served(stores: tuple[str, ...]) -> Any:
 @_before_option
 @dry_run_option
 @yes_option
-def purge(target: Path, group: str, before: datetime | None, dry_run: bool, yes: bool, json_output: bool) -> None:
+def purge(target: Path, group: str, before: datetime | None, dry_run: bool, yes: bool) -> None:
     """Delete dead letters of a group in the store in DIR: the oldest, or all. Asks first.
 
     They are no longer listed or replayed, and no longer keep segments from being deleted.
     """
     with administer(target) as desk:
-        count = desk.purge(group, before_ms=_ms(before), dry_run=True)
-        row = {"dry_run": dry_run, "group": group, "count": count}
-        if dry_run or not count:
-            text = f"would purge {count} dead letters of {group}" if count else "no dead letters to purge"
-            print_done(row, text, json_output=json_output)
-            return
-        ask(safe(f"Purge {count} dead letters of {group}?"), yes=yes)
-        row["count"] = desk.purge(group, before_ms=_ms(before))
-    print_done(row, f"purged {row['count']} dead letters of {group}", json_output=json_output)
+        purge = partial(desk.purge, group, before_ms=_ms(before))
+        what, row = f"dead letters of {group}", {"group": group}
+        purge_after_asking(purge(dry_run=True), what, row, purge, dry_run=dry_run, yes=yes)

@@ -31,8 +31,8 @@ _DEFAULT = Retention()
 @click.option(
     "--max-bytes", type=click.IntRange(0), metavar="N", help="Size of its retention, if it is not the default (1 GiB)."
 )
-@click.option("--limit", type=click.IntRange(1), default=30, show_default=True, help="Limit of printed topics.")
-def du(directory: Path, max_age: float | None, max_bytes: int | None, limit: int, json_output: bool) -> None:
+@click.option("--limit", type=click.IntRange(1), default=30, help="Limit of printed topics.")
+def du(directory: Path, max_age: float | None, max_bytes: int | None, limit: int) -> None:
     """Show the bytes of the store in DIR by part and by topic, and those that retention will delete and when.
 
     One message that is still needed keeps all later ones of every topic. It is shown as the front, with the group that
@@ -48,7 +48,7 @@ def du(directory: Path, max_age: float | None, max_bytes: int | None, limit: int
     )
     with progress("reading units", of_bytes=False) as report:
         found = disk_usage(directory, retention=policy, progress=report)
-    show_tables(found, *_tables(found, limit), json_output=json_output, notes=disk_lines(found, limit))
+    show_tables(found, *_tables(found, limit), notes=disk_lines(found, limit))
     for section, why in found["not_shown"].items():
         note(f"not shown: {section} ({why})")
     finish(found["not_shown"])

@@ -36,6 +36,7 @@ from mqstore_tools.multi_store import (
 from mqstore_tools.render import (
     FindingPrinter,
     as_json,
+    json_asked,
     note,
     note_searched,
     progress,
@@ -43,15 +44,7 @@ from mqstore_tools.render import (
     show_bytes,
     show_tables,
 )
-from mqstore_tools.shared import (
-    command,
-    findings_on_stderr,
-    finish,
-    note_front,
-    output_option,
-    refuse_given,
-    within,
-)
+from mqstore_tools.shared import command, findings_on_stderr, finish, note_front, output_option, refuse_given, within
 
 _OF_A_FOLDER = ("columns", "partition_by", "options", "master")
 _OF_A_FILE = ("queue_id", "from_offset", "max_messages", "output", "raw_bodies", "unique_key", "grep")
@@ -67,6 +60,7 @@ _OF_A_FILE = ("queue_id", "from_offset", "max_messages", "output", "raw_bodies",
   mqstore export var/mq --from 1h --grep 'refused'
   mqstore export fleet/* --to lake/mq --spark local[4]
   mqstore export var/mq --to lake/errors --where "level = 'ERROR'" --from 7d""",
+    json_help="Print findings and the summary as JSON, too.",
 )
 @message_options
 @click.option("--queue-id", type=click.IntRange(0), help="Only this queue.")
@@ -83,11 +77,9 @@ _OF_A_FILE = ("queue_id", "from_offset", "max_messages", "output", "raw_bodies",
     "--partition-by",
     metavar="NAMES",
     default="topic,date",
-    show_default=True,
     help="With --to: columns that become folders, of store, topic, queue_id and date (UTC day of storing).",
 )
 @spark_option
-@click.option("--json", "json_output", is_flag=True, help="Print findings and the summary as JSON, too.")
 def export(
     messages: Messages,
     queue_id: int | None,
@@ -99,7 +91,6 @@ def export(
     columns: str | None,
     partition_by: str,
     master: str | None,
-    json_output: bool,
     **filters: Any,
 ) -> None:
     """Write the messages of the store in DIR, one JSON object per line, in the order of the log.
@@ -117,8 +108,7 @@ def export(
     users' topics are written, and --key also finds unique keys. --option and --spark need --to.
     """
     refuse_given(
-        _OF_A_FOLDER if to is None else _OF_A_FILE,
-        "goes with --to" if to is None else "does not go with --to",
+        _OF_A_FOLDER if to is None else _OF_A_FILE, "goes with --to" if to is None else "does not go with --to"
     )
     if to is not None:
         given = {"columns": names(columns), "partition_by": names(partition_by) or ()}
@@ -126,7 +116,7 @@ def export(
         if key is not None and "," in key:
             raise click.UsageError("--key with a comma does not go with --to")
         chosen = [*messages.options, *([f"keys={key}"] if key else []), *([f"tags={tags}"] if tags != "*" else [])]
-        _to_folder(replace(messages, options=tuple(chosen)), to, given, master, json_output=json_output)
+        _to_folder(replace(messages, options=tuple(chosen)), to, given, master)
         return
     if len(messages.stores) > 1:
         raise click.UsageError("several stores need --to")
@@ -137,7 +127,7 @@ def export(
     search = search_of(messages.topics, queue_id, {**filters, "from_offset": from_offset or 0, "limit": max_messages})
     with findings_on_stderr():  # the warning that queues are lost: here they are not needed
         files = StoreFiles(directory)
-    printer = FindingPrinter(json_output)
+    printer = FindingPrinter()
     with files:
         found = _Found(files, printer, search, raw_bodies)
         count = 0
@@ -150,7 +140,7 @@ def export(
         found.print_not_inflated()
     note_front(*files.front)
     if search:
-        note_searched(search, json_output=json_output)
+        note_searched(search)
     ok = not (printer.findings or found.missing or search.missed)
     summary = {"ok": ok, "messages": count, "queues": len(found.queues), "missing": found.missing}
     missing = f", {found.missing} messages are missing" if found.missing else ""
@@ -158,7 +148,7 @@ def export(
     finish(not ok)
 
 
-def _to_folder(messages: Messages, to: str, given: dict[str, Any], master: str | None, *, json_output: bool) -> None:
+def _to_folder(messages: Messages, to: str, given: dict[str, Any], master: str | None) -> None:
     with usable():
         from mqstore.jobs import export_parquet
     with on_spark(master) as spark, progress("exporting", of_bytes=False) as report:
@@ -174,7 +164,7 @@ def _to_folder(messages: Messages, to: str, given: dict[str, Any], master: str |
     if done.damaged:
         facts.append(("damaged, skipped", done.damaged))
     cells = ("", ("", ""), facts if done.files else [])
-    show_tables(done.to_dict(), cells, json_output=json_output, empty=f"no messages; {to} was not written")
+    show_tables(done.to_dict(), cells, empty=f"no messages; {to} was not written")
 
 
 @dataclass
@@ -234,7 +224,7 @@ class _Found:
         if first >= stop:
             return
         self.missing += stop - first
-        if self.printer.json_output:
+        if json_asked():
             gap = {"topic": topic, "queue_id": queue_id, "from_offset": first, "messages": stop - first}
             print(as_json({"missing": gap}), file=sys.stderr)
         else:

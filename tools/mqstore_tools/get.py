@@ -19,6 +19,7 @@ from mqstore.errors import InvalidMessageError, MissingFileError, OffsetOutOfRan
 from mqstore_tools.multi_store import FILTERS, from_option, search_of, until_option, where_option, with_options
 from mqstore_tools.render import (
     body_bytes_option,
+    json_asked,
     note,
     note_searched,
     print_finding,
@@ -95,7 +96,6 @@ def get(
     in_hex: bool,
     body_bytes: int,
     raw_bodies: bool,
-    json_output: bool,
     **filters: Any,
 ) -> None:
     """Print messages of the store in DIR.
@@ -131,12 +131,12 @@ def get(
         except (OffsetOutOfRangeError, MissingFileError) as error:  # perhaps a writer has just deleted its segment
             note(str(error))
             return False
-        return print_items(found, json_output=json_output)
+        return print_items(found)
 
     def show(message: Message) -> bool:
         if in_hex:
             return show_hex(message.physical_offset)
-        return print_message(message, json_output=json_output, body_bytes=body_bytes, raw_body=raw_bodies)
+        return print_message(message, json_output=json_asked(), body_bytes=body_bytes, raw_body=raw_bodies)
 
     shown = unread = undecoded = 0
     wrong: Exception | None = None
@@ -181,7 +181,7 @@ def get(
     if incomplete is not None:
         note_incomplete(incomplete, directory)
     if search:
-        note_searched(search, json_output=json_output, limited=shown == max_messages)
+        note_searched(search, limited=shown == max_messages)
     finish(bad or unread or incomplete is not None or search.missed or not shown or undecoded)
 
 

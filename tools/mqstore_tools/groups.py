@@ -56,14 +56,14 @@ def groups() -> None:
   mqstore groups list var/mq --json | jq '.groups[] | select(.registered | not)'""",
 )
 @target_argument
-def list_(target: Path, json_output: bool) -> None:
+def list_(target: Path) -> None:
     """Show the groups of the store in DIR: attempts, retry delays, where they start, topics they consume.
 
     A group that has committed offsets, but no entry in config/subscriptionGroup.json, is shown with default settings.
     Queues of ordered groups that a failed message blocks are listed below with the message, the time of its first
     failure, its last failed attempt and the error. `mqstore lag` lists them, too.
     """
-    _show(target, None, json_output=json_output)
+    _show(target, None)
 
 
 @groups.command(
@@ -75,15 +75,15 @@ def list_(target: Path, json_output: bool) -> None:
 )
 @target_argument
 @click.argument("group")
-def show(target: Path, group: str, json_output: bool) -> None:
+def show(target: Path, group: str) -> None:
     """Show the group GROUP of the store in DIR as `mqstore groups list` does, with blocked queues.
 
     --json prints the same object as in `groups list`. An unknown group is an error.
     """
-    _show(target, group, json_output=json_output)
+    _show(target, group)
 
 
-def _show(target: Path, only: str | None, *, json_output: bool) -> None:
+def _show(target: Path, only: str | None) -> None:
     now_ms = time.time_ns() // 1_000_000
     with examine(target) as desk:
         rows = [{**group_row(view), "suspended": _suspended(view)} for view in desk.groups(only)]
@@ -102,7 +102,7 @@ def _show(target: Path, only: str | None, *, json_output: bool) -> None:
     ]
     queues = [(row["name"], failed["topic"], failed["queue_id"], failed) for row in rows for failed in row["suspended"]]
     found = {"groups": rows} if only is None else rows[0]
-    show_tables(found, ("", columns, cells), *suspended_tables(queues, now_ms), json_output=json_output)
+    show_tables(found, ("", columns, cells), *suspended_tables(queues, now_ms))
 
 
 def _suspended(view: Any) -> list[dict[str, Any]]:
@@ -213,14 +213,14 @@ def _given(
 @click.argument("name")
 @_settings
 @dry_run_option
-def create(target: Path, name: str, dry_run: bool, json_output: bool, **typed: Any) -> None:
+def create(target: Path, name: str, dry_run: bool, **typed: Any) -> None:
     """Create the consumer group NAME in the store in DIR.
 
     A group created with --fifo retries for ever: a message that always fails blocks its queue. Give --max-attempts if
     such a message should become a dead letter instead.
     """
     change = methodcaller("set_group", name, create=True, dry_run=dry_run, **_given(**typed))
-    carry_out(f"create group {name}", target, change, group_row, dry_run=dry_run, json_output=json_output)
+    carry_out(f"create group {name}", target, change, group_row, dry_run=dry_run)
 
 
 @groups.command(
@@ -233,12 +233,12 @@ def create(target: Path, name: str, dry_run: bool, json_output: bool, **typed: A
 @click.argument("name")
 @_settings
 @dry_run_option
-def alter(target: Path, name: str, dry_run: bool, json_output: bool, **typed: Any) -> None:
+def alter(target: Path, name: str, dry_run: bool, **typed: Any) -> None:
     """Change the given settings of the consumer group NAME in the store in DIR."""
     if all(value is None for value in typed.values()):
         raise click.UsageError("give --max-attempts, --retry, --start, --fifo, --consume or --broadcast")
     change = methodcaller("set_group", name, dry_run=dry_run, **_given(**typed))
-    carry_out(f"alter group {name}", target, change, group_row, dry_run=dry_run, json_output=json_output)
+    carry_out(f"alter group {name}", target, change, group_row, dry_run=dry_run)
 
 
 @groups.command(
@@ -251,7 +251,7 @@ def alter(target: Path, name: str, dry_run: bool, json_output: bool, **typed: An
 @click.argument("name")
 @dry_run_option
 @yes_option
-def delete(target: Path, name: str, dry_run: bool, yes: bool, json_output: bool) -> None:
+def delete(target: Path, name: str, dry_run: bool, yes: bool) -> None:
     """Delete the consumer group NAME in the store in DIR: settings, committed offsets, deliveries in flight.
 
     Asks first. No message is deleted: its dead letters and messages that wait for a retry remain. A new group with this
@@ -266,4 +266,4 @@ def delete(target: Path, name: str, dry_run: bool, yes: bool, json_output: bool)
     def delete(desk: Any, **how: Any) -> Any:
         return desk.delete_group(name, **how)
 
-    delete_after_asking(target, delete, describe, dry_run=dry_run, yes=yes, json_output=json_output)
+    delete_after_asking(target, delete, describe, dry_run=dry_run, yes=yes)

@@ -10,7 +10,7 @@ from click.shell_completion import get_completion_class
 
 import mqstore
 from mqstore_tools.concepts import TOPICS
-from mqstore_tools.render import print_json
+from mqstore_tools.render import print_if_json
 from mqstore_tools.shared import Context, command
 
 _INSTALL = {
@@ -26,7 +26,7 @@ _INSTALL = {
 )
 @click.argument("shell", type=click.Choice([*_INSTALL]))
 @click.pass_context
-def completion(ctx: click.Context, shell: str, json_output: bool) -> None:
+def completion(ctx: click.Context, shell: str) -> None:
     """Print the script with which bash, zsh or fish completes commands, options and paths.
 
     The last line of the script says how to install it.
@@ -34,7 +34,7 @@ def completion(ctx: click.Context, shell: str, json_output: bool) -> None:
     kind = get_completion_class(shell)
     assert kind is not None
     script = kind(ctx.find_root().command, {}, "mqstore", "_MQSTORE_COMPLETE").source().rstrip()
-    _show({"shell": shell, "script": f"{script}\n\n# To install: {_INSTALL[shell]}"}, json_output=json_output)
+    _show({"shell": shell, "script": f"{script}\n\n# To install: {_INSTALL[shell]}"})
 
 
 @command(
@@ -48,18 +48,16 @@ def completion(ctx: click.Context, shell: str, json_output: bool) -> None:
 @click.argument("words", metavar="[COMMAND|TOPIC]...", nargs=-1)
 @click.option("--man", is_flag=True, help="Print a man page.")
 @click.pass_context
-def help_(ctx: click.Context, words: tuple[str, ...], man: bool, json_output: bool) -> None:
+def help_(ctx: click.Context, words: tuple[str, ...], man: bool) -> None:
     """Print the help of a command, or of a topic: exit-codes, places, time or filters.
 
     `make man` in the source writes the man pages of all commands and topics.
     """
-    _show({"topic": " ".join(words), "text": page(ctx.find_root(), words, man=man)}, json_output=json_output)
+    _show({"topic": " ".join(words), "text": page(ctx.find_root(), words, man=man)})
 
 
-def _show(row: dict[str, str], *, json_output: bool) -> None:
-    if json_output:
-        print_json(row)
-    else:
+def _show(row: dict[str, str]) -> None:
+    if not print_if_json(row):
         print([*row.values()][-1])
 
 

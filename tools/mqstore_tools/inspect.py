@@ -11,7 +11,7 @@ import click
 
 from mqstore import QueueRef
 from mqstore.admin import inspect_file, inspect_store
-from mqstore_tools.render import console, note, pick, print_items, print_json, progress, show_bytes, table, when
+from mqstore_tools.render import console, note, pick, print_if_json, print_items, progress, show_bytes, table, when
 from mqstore_tools.session import show_ms
 from mqstore_tools.shared import command, findings_on_stderr, finish, note_incomplete, refuse_given
 
@@ -47,7 +47,6 @@ def inspect(
     kind: str | None,
     offset: int | None,
     limit: int | None,
-    json_output: bool,
 ) -> None:
     """Show the contents of the store in DIR: log, topics, queues, index, checkpoint, committed offsets.
 
@@ -69,16 +68,14 @@ def inspect(
             raise click.UsageError("give DIR or --file, not both")
         limit = limit or (4 if offset is None else 1)
         found = inspect_file(file, kind=kind, offset=offset, limit=limit)
-        finish(not print_items(found, json_output=json_output))
+        finish(not print_items(found))
         return
     if directory is None:
         raise click.MissingParameter("give DIR or --file", ctx, ctx.command.params[0])
     refuse_given(("kind", "offset", "limit"), "goes with --file")
     with findings_on_stderr() as errors, progress("reading the log") as report:
         found = inspect_store(directory, progress=report)
-    if json_output:
-        print_json(found)
-    else:
+    if not print_if_json(found):
         show_store(found)
     queue = found["incomplete_queue"]
     if queue is not None:

@@ -44,7 +44,6 @@ def lag(
     watched: bool,
     interval: float,
     master: str | None,
-    json_output: bool,
 ) -> None:
     """Show how many messages each group of the stores in DIR has not consumed, and the age of the oldest.
 
@@ -71,7 +70,7 @@ def lag(
             return [(when(found["taken_ms"]), *first), *others]  # type: ignore[list-item]
 
         look = partial(lag_report, stores, topics=topics or None, groups=groups or None)
-        watch(lambda: look().to_dict(), show, interval=interval, json_output=json_output)
+        watch(lambda: look().to_dict(), show, interval=interval)
         return
     refuse_given(("interval",), "goes with --watch")
     with on_spark(master) as spark, progress("looking", of_bytes=False) as report:
@@ -80,7 +79,7 @@ def lag(
     over = [each for each in found["groups"] if _is_over(each, max_lag, max_age)]
     found["over"] = [each["group"] for each in over]
     notes = [f"over the limit: group {each['group']}: {each['messages']} messages" for each in over]
-    show_tables(found, *_tables(found, by_queue=bool(groups)), json_output=json_output, empty="no group", notes=notes)
+    show_tables(found, *_tables(found, by_queue=bool(groups)), empty="no group", notes=notes)
     for each in looked.incomplete:
         note_incomplete(QueueRef(each.topic, each.queue_id), Path(each.store))
     finish(over or looked.incomplete)

@@ -71,7 +71,7 @@ def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
 @click.group(
     "mqstore",
     cls=_Commands,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
     epilog=f"""Exit codes:\n\n{EXIT_CODES}\n
 `mqstore help` also explains {", ".join(TOPICS)}. `mqstore COMMAND --help` has details.""",
 )

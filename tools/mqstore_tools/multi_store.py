@@ -161,13 +161,13 @@ def usable() -> Iterator[None]:
 
 
 session_options = with_options(
-    click.option("--master", metavar="URL", default="", help="Master of Spark (default: Spark's own, or local[*])."),
+    click.option("--master", metavar="URL", help="Master of Spark (default: Spark's own, or local[*])."),
     click.option("--conf", metavar="NAME=VALUE", multiple=True, help="Setting of Spark; may be repeated."),
 )
 
 
 @contextmanager
-def session(master: str, conf: tuple[str, ...]) -> Iterator[Any]:
+def session(master: str | None, conf: tuple[str, ...]) -> Iterator[Any]:
     """Yield a session that ends with the command. Raises SparkMissingError."""
     settings = pairs("--conf", conf)
     from mqstore import spark as library

@@ -47,7 +47,7 @@ def offsets() -> None:
 @target_argument
 @click.option("--group", help="Only this group.")
 @click.option("--topic", help="Only this topic.")
-def show(target: Path, group: str | None, topic: str | None, json_output: bool) -> None:
+def show(target: Path, group: str | None, topic: str | None) -> None:
     """Show the committed offsets of the groups in the store in DIR, and the first and end offsets of the queues.
 
     For a group that pops, the next offset is that of the first unsettled message, and all unsettled messages count as
@@ -72,9 +72,7 @@ def show(target: Path, group: str | None, topic: str | None, json_output: bool) 
         ]
     columns = ("group", "topic", "queue>", "first>", "next offset>", "end>", "behind>", "lost>")
     cells = [row.values() for row in rows]
-    show_tables(
-        {"offsets": rows}, ("", columns, cells), json_output=json_output, empty="no group has committed offsets"
-    )
+    show_tables({"offsets": rows}, ("", columns, cells), empty="no group has committed offsets")
 
 
 def _to(value: Any) -> Position | int:
@@ -105,9 +103,7 @@ def _to(value: Any) -> Position | int:
 )
 @dry_run_option
 @yes_option
-def reset(
-    target: Path, group: str, topic: str, queue_id: int | None, to: Any, dry_run: bool, yes: bool, json_output: bool
-) -> None:
+def reset(target: Path, group: str, topic: str, queue_id: int | None, to: Any, dry_run: bool, yes: bool) -> None:
     """Move a group's committed offset in a topic of the store in DIR.
 
     Asks first. Skipped messages are not delivered to the group, messages after the new offset are delivered again, and
@@ -116,13 +112,13 @@ def reset(
     with administer(target) as desk:
         rows = _changes(desk.reset(group, topic, to, queue_id, dry_run=True))
         if dry_run:
-            _report(group, rows, dry_run=True, json_output=json_output)
+            _report(group, rows, dry_run=True)
             return
         if not yes:
-            _report(group, rows, dry_run=True, json_output=False, stderr=True)
+            _report(group, rows, dry_run=True, stderr=True)
         ask(safe(f"Move the offsets of group {group}?"), yes=yes)
         rows = _changes(desk.reset(group, topic, to, queue_id))
-    _report(group, rows, dry_run=False, json_output=json_output)
+    _report(group, rows, dry_run=False)
 
 
 def _changes(moves: Iterable[Any]) -> list[dict[str, Any]]:
@@ -142,9 +138,9 @@ def _changes(moves: Iterable[Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _report(group: str, rows: list[dict[str, Any]], *, dry_run: bool, json_output: bool, stderr: bool = False) -> None:
+def _report(group: str, rows: list[dict[str, Any]], *, dry_run: bool, stderr: bool = False) -> None:
     title = f"{'would reset' if dry_run else 'reset'} group {group}"
     columns = ("topic", "queue>", "from>", "to>", "skipped>", "again>")
     found = {"dry_run": dry_run, "group": group, "queues": rows}
     cells = [row.values() for row in rows]
-    show_tables(found, (title, columns, cells), json_output=json_output, stderr=stderr)
+    show_tables(found, (title, columns, cells), stderr=stderr)

@@ -28,7 +28,7 @@ from mqstore.admin import check_message, check_user_topic, look
 from mqstore.errors import ConnectionLostError, FormatError, InvalidMessageError, NotAStoreError
 from mqstore_tools.builder import Format, NoMessage, Recipe, Record
 from mqstore_tools.multi_store import duration, pairs
-from mqstore_tools.render import note, print_json, progress, safe, show_bytes
+from mqstore_tools.render import json_asked, note, print_json, progress, safe, show_bytes
 from mqstore_tools.session import connected, dry_run_option, open_store, target_argument
 from mqstore_tools.shared import INTERRUPTED, NumberRange, command, finish, on_signals
 
@@ -63,7 +63,6 @@ _BAD_SHOWN = 10
     "format_",
     type=click.Choice(["lines", "jsonl", "csv", "file"]),
     default="lines",
-    show_default=True,
     help="lines: each line is a body. jsonl: each line is a JSON object. csv: rows below a header of names. file: "
     "each FILE is a body.",
 )
@@ -80,7 +79,6 @@ _BAD_SHOWN = 10
     "body_field",
     metavar="FIELD",
     default="body",
-    show_default=True,
     help="Field of a JSON object or row that is the body.",
 )
 @click.option("--exported", is_flag=True, help="The input is the output of `mqstore export`.")
@@ -89,7 +87,7 @@ _BAD_SHOWN = 10
 @click.option("--rate", type=NumberRange(0, min_open=True), metavar="N", help="At most N messages per second.")
 @click.option("--flush", is_flag=True, help="Wait until a piece is on disk before sending the next.")
 @click.option("--skip-bad", is_flag=True, help="Skip bad lines and exit with 1, instead of stopping at the first.")
-@click.option("--create/--no-create", default=True, show_default=True, help="Create the store if DIR has none.")
+@click.option("--create/--no-create", default=True, help="Create the store if DIR has none.")
 @dry_run_option
 def produce(
     target: Path,
@@ -112,7 +110,6 @@ def produce(
     skip_bad: bool,
     create: bool,
     dry_run: bool,
-    json_output: bool,
 ) -> None:
     """Send a message to TOPIC in the store in DIR for each line of the FILEs or stdin (-), or one --body.
 
@@ -151,13 +148,13 @@ def produce(
             run.send_all(sources, recipe, skip_bad=skip_bad)
         except MQStoreError as error:
             run.count(error.receipts)
-            if json_output:
-                run.show(json_output=True, dry_run=dry_run, failed=str(error))
+            if json_asked():
+                run.show(dry_run=dry_run, failed=str(error))
             if not isinstance(error, _BadLineError):
                 perhaps = f", and of the next {run.perhaps} perhaps some" if run.perhaps else ""
                 note(f"{run.messages} messages were stored before this error{perhaps}:")
             raise
-    run.show(json_output=json_output, dry_run=dry_run)
+    run.show(dry_run=dry_run)
     finish(stop.asked, INTERRUPTED)
     finish(run.bad)
 
@@ -296,11 +293,11 @@ class _Run:
         elif self.bad == _BAD_SHOWN + 1:
             note("further bad lines are only counted")
 
-    def show(self, *, json_output: bool, dry_run: bool, failed: str | None = None) -> None:
+    def show(self, *, dry_run: bool, failed: str | None = None) -> None:
         """Print the counts. `failed` is the error that ended the run."""
         seconds, queues = time.monotonic() - self.begin, sorted(self.queues.items())
         interrupted = failed is None and self.stop.asked
-        if json_output:
+        if json_asked():
             row: dict[str, Any] = {
                 "topic": self.topic,
                 "messages": self.messages,

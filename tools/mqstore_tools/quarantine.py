@@ -13,7 +13,18 @@ from mqstore.admin import cut_messages, restore_cut
 from mqstore.engine import Finding
 from mqstore.errors import FormatError
 from mqstore_tools.export import lines
-from mqstore_tools.render import VERSION, FindingPrinter, as_json, export_row, note, print_json, progress, safe, when
+from mqstore_tools.render import (
+    VERSION,
+    FindingPrinter,
+    as_json,
+    export_row,
+    json_asked,
+    note,
+    print_if_json,
+    progress,
+    safe,
+    when,
+)
 from mqstore_tools.session import DefaultGroup, dry_run_option
 from mqstore_tools.shared import directory_argument, finish, output_option
 
@@ -47,25 +58,25 @@ def quarantine() -> None:
 )
 @directory_argument
 @_files_argument
-def list_(directory: Path, files: tuple[str, ...], json_output: bool) -> None:
+def list_(directory: Path, files: tuple[str, ...]) -> None:
     """List the whole messages that recovery has cut from the store in DIR, with their old places.
 
     For each file it prints the number of messages and of bytes outside messages. Such bytes are also reported on
     stderr. Exit code 1 if there are any, or if an entry of DIR/cut is not a regular file.
     """
-    printer = FindingPrinter(json_output)
+    printer = FindingPrinter()
     before = f'{as_json(VERSION)[:-1]}, "files": ['  # printed once there is no error
     count = 0
     for file, found in cut_messages(directory, files):
         contents = _Contents(found, printer)
-        if json_output:
+        if json_asked():
             print(before + f'{{"file": {as_json(file.name)}, "physical_offset": {file.start}, "messages": [')
             before = ","
             _print_json(contents)
         else:
             _print_text(file.name, contents)
         count += 1
-    if json_output:
+    if json_asked():
         print("]}" if count else before + "]}")
     elif not count:
         note("nothing was cut, or all of it was restored")
@@ -130,18 +141,18 @@ def _print_text(name: str, contents: _Contents) -> None:
   mqstore quarantine export var/mq --output cut.jsonl
   mqstore quarantine export var/mq | jq -r '.body | @base64d'
   mqstore quarantine export var/mq | mqstore produce other/mq orders --exported""",
+    json_help="Print findings and the summary as JSON, too.",
 )
 @directory_argument
 @_files_argument
 @output_option
-@click.option("--json", "json_output", is_flag=True, help="Print findings and the summary as JSON, too.")
-def export(directory: Path, files: tuple[str, ...], output: Path | None, json_output: bool) -> None:
+def export(directory: Path, files: tuple[str, ...], output: Path | None) -> None:
     """Print the messages that recovery has cut from the store in DIR, as `mqstore export` does.
 
     One JSON object per line. `queue_offset` and `physical_offset` are the old place of the message. Bytes outside
     messages are reported on stderr, and the exit code is 1 then.
     """
-    printer = FindingPrinter(json_output)
+    printer = FindingPrinter()
     count = of_files = 0
     with lines(output, directory) as target:
         for file, found in cut_messages(directory, files):
@@ -172,7 +183,7 @@ def export(directory: Path, files: tuple[str, ...], output: Path | None, json_ou
 @directory_argument
 @_files_argument
 @dry_run_option
-def restore_(directory: Path, files: tuple[str, ...], dry_run: bool, json_output: bool) -> None:
+def restore_(directory: Path, files: tuple[str, ...], dry_run: bool) -> None:
     """Append the messages that recovery has cut from the store in DIR to the log again.
 
     They are appended in the order of their old offsets, and the files are moved to DIR/cut/restored. A message keeps
@@ -189,9 +200,7 @@ def restore_(directory: Path, files: tuple[str, ...], dry_run: bool, json_output
     with progress("restoring") as report:
         restored = restore_cut(directory, files, dry_run=dry_run, progress=report)
     done = restored.as_dict()
-    if json_output:
-        print_json({"dry_run": dry_run, **done})
-    else:
+    if not print_if_json({"dry_run": dry_run, **done}):
         _report(done, dry_run=dry_run)
     finish(any(each["refused"] or each["other_bytes"] for each in done["files"]))
 

@@ -14,7 +14,14 @@ import click
 from mqstore.admin import look, offline, queue_topic
 from mqstore.errors import FormatError, TopicNotFoundError
 from mqstore_tools.render import body_bytes_option, body_text, export_row, safe, show_tables, when
-from mqstore_tools.session import DefaultGroup, ask, connected, dry_run_option, print_done, target_argument, yes_option
+from mqstore_tools.session import (
+    DefaultGroup,
+    connected,
+    dry_run_option,
+    purge_after_asking,
+    target_argument,
+    yes_option,
+)
 
 _state_option = click.option(
     "--state", type=click.Choice(["ready", "leased", "retry", "delayed", "dead"]), help="Only items in this state."
@@ -76,9 +83,9 @@ def _cells(row: dict[str, Any], body_bytes: int) -> tuple[object, ...]:
 @target_argument
 @_name_argument
 @_state_option
-@click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="Maximum number of items to show.")
+@click.option("--limit", type=click.IntRange(0), default=20, help="Maximum number of items to show.")
 @body_bytes_option
-def show(target: Path, name: str, state: str | None, limit: int, body_bytes: int, json_output: bool) -> None:
+def show(target: Path, name: str, state: str | None, limit: int, body_bytes: int) -> None:
     """Show the queue NAME in the store in DIR: the number of items by state, and the first items.
 
     Items that were delivered come first, then ready ones in order, delayed ones and dead letters. If a server has the
@@ -98,7 +105,7 @@ def show(target: Path, name: str, state: str | None, limit: int, body_bytes: int
     columns = ("state", "attempt>", "until", "holder or reason", "progress", "id", "body")
     title = ", ".join(f"{count} {each}" for each, count in counts.items() if count) or "no items"
     value = {"name": name, "topic": topic, "counts": counts, "items": rows}
-    show_tables(value, (safe(f"{name}: {title}"), columns, cells), json_output=json_output)
+    show_tables(value, (safe(f"{name}: {title}"), columns, cells))
 
 
 @queue.command(
@@ -113,7 +120,7 @@ def show(target: Path, name: str, state: str | None, limit: int, body_bytes: int
 @_state_option
 @dry_run_option
 @yes_option
-def purge(target: Path, name: str, state: str | None, dry_run: bool, yes: bool, json_output: bool) -> None:
+def purge(target: Path, name: str, state: str | None, dry_run: bool, yes: bool) -> None:
     """Remove the items of the queue NAME in the store in DIR: those in one state, or all but dead letters. Asks first.
 
     Leased items are removed, too: a worker that has one can finish, and it is not redelivered if that fails.
@@ -123,11 +130,10 @@ def purge(target: Path, name: str, state: str | None, dry_run: bool, yes: bool, 
     with _items(target, name, partial(look, alone=True)) as found:
         counts = found.counts(topic, topic)
     count = sum(counts.values()) - counts["dead"] if state is None else counts[state]
-    row = {"dry_run": dry_run, "name": name, "state": state, "count": count}
-    if dry_run or not count:
-        print_done(row, f"would purge {count} {what}" if count else f"no {what} to purge", json_output=json_output)
-        return
-    ask(safe(f"Purge {count} {what}?"), yes=yes)
-    with _items(target, name, offline) as found:
-        row["count"] = found.purge(topic, topic, state)
-    print_done(row, f"purged {row['count']} {what}", json_output=json_output)
+
+    def remove() -> int:
+        with _items(target, name, offline) as found:
+            removed: int = found.purge(topic, topic, state)
+            return removed
+
+    purge_after_asking(count, what, {"name": name, "state": state}, remove, dry_run=dry_run, yes=yes)

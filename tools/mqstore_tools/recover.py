@@ -11,7 +11,17 @@ import click
 from mqstore.admin import carve as carve_records
 from mqstore.admin import rebuild_config
 from mqstore_tools.multi_store import on_spark, spark_option, stores_argument
-from mqstore_tools.render import console, note, print_findings, print_json, progress, safe, show_bytes, show_tables
+from mqstore_tools.render import (
+    console,
+    json_asked,
+    note,
+    print_findings,
+    print_if_json,
+    progress,
+    safe,
+    show_bytes,
+    show_tables,
+)
 from mqstore_tools.session import ask, dry_run_option, yes_option
 from mqstore_tools.shared import UNUSABLE, command, findings_on_stderr, finish, refuse_given
 
@@ -57,7 +67,6 @@ def recover(
     profile: Literal["mqstore", "rocketmq"] | None,
     yes: bool,
     master: str | None,
-    json_output: bool,
 ) -> None:
     """Read the whole log of each store in DIR and make all other files agree with it.
 
@@ -78,14 +87,14 @@ def recover(
             raise click.UsageError("--carve needs --into, and takes no other option but --profile and --dry-run")
         with progress("searching") as report_progress, findings_on_stderr():
             carved = carve_records(stores, into, profile=profile, dry_run=dry_run, progress=report_progress)
-        _show_carved(carved, json_output=json_output)
+        _show_carved(carved)
         finish(carved["damaged"] or carved["refused"] or not carved["found"])
         return
     refuse_given(("into", "profile"), "goes with --carve")
     if "config" in rebuild:
         if len(stores) > 1 or len(rebuild) > 1 or master:
             raise click.UsageError("--rebuild config is for one store, without other options: it loses settings")
-        finish(_rebuild_config(Path(stores[0]), dry_run=dry_run, yes=yes, json_output=json_output))
+        finish(_rebuild_config(Path(stores[0]), dry_run=dry_run, yes=yes))
         return
     from mqstore.jobs import recover as run
 
@@ -101,12 +110,12 @@ def recover(
             rows.append({"store": each.store, "error": each.error})
             note(f"{each.store}: {each.error}")
             continue
-        if len(found) > 1 and not json_output:
+        if len(found) > 1 and not json_asked():
             print(safe(f"{each.store}:"))
         report = each.report.as_dict()
         new = [finding for finding in report["findings"] if not finding["known"]]
         work |= bool(new) or (dry_run and report["changed"])
-        if not json_output:
+        if not json_asked():
             _show(report, new, dry_run=dry_run)
             _warn(new, each.orphan_levels, each.profile)
         for text in each.foreign:
@@ -114,17 +123,16 @@ def recover(
         rows.append({**report, "orphan_levels": each.orphan_levels, "dry_run": dry_run})
         if len(found) > 1:
             rows[-1] = {"store": each.store, **rows[-1]}
-    if json_output:
-        print_json(rows[0] if len(found) == 1 else {"dry_run": dry_run, "stores": rows})
+    print_if_json(rows[0] if len(found) == 1 else {"dry_run": dry_run, "stores": rows})
     finish(any(each.report is None for each in found), UNUSABLE)
     finish(work)
 
 
-def _show_carved(found: dict[str, Any], *, json_output: bool) -> None:
+def _show_carved(found: dict[str, Any]) -> None:
     rows = [(name, counts["messages"], show_bytes(counts["bytes"])) for name, counts in found["topics"].items()]
-    show_tables(found, ("", ("topic", "records>", "bytes>"), rows[:_MOST]), json_output=json_output)
-    if json_output:
+    if print_if_json(found):
         return
+    show_tables(found, ("", ("topic", "records>", "bytes>"), rows[:_MOST]))
     counts = "{found} records found in profile {profile}, {duplicates} of them again, {damaged} damaged"
     print(safe(f"{counts.format(**found)}; {'to be put' if found['dry_run'] else 'put'} into {found['into']}"))
     if found["renumbered"]:
@@ -153,22 +161,25 @@ def _warn(new: list[dict[str, Any]], orphans: Mapping[int, int], profile: str) -
         )
 
 
-def _rebuild_config(directory: Path, *, dry_run: bool, yes: bool, json_output: bool) -> bool:
+def _rebuild_config(directory: Path, *, dry_run: bool, yes: bool) -> bool:
     """Replace bad JSON files by defaults, and print each change. Return True if a dry run found work."""
     if not dry_run and not yes and (planned := rebuild_config(directory, dry_run=True)):
         for sentence in planned:
             note(f"would be done: {sentence}")
         ask("The settings in these files are lost. Continue?", yes=False)
     done = rebuild_config(directory, dry_run=dry_run)
-    if json_output:
-        rebuilt = {"consume_queues": 0, "units": 0, "index_entries": 0}
-        nothing = {"truncated": [], "rebuilt": rebuilt, "messages": 0}
-        print_json({"changed": bool(done), **nothing, "config": done, "dry_run": dry_run})
-        return dry_run and bool(done)
-    for sentence in done:
-        print(safe(f"would be done: {sentence}" if dry_run else sentence))
-    if not done:
-        print("every JSON file decodes; nothing to do")
+    rebuilt = {"consume_queues": 0, "units": 0, "index_entries": 0}
+    row = {
+        "changed": bool(done),
+        "truncated": [],
+        "rebuilt": rebuilt,
+        "messages": 0,
+        "config": done,
+        "dry_run": dry_run,
+    }
+    if not print_if_json(row):
+        for sentence in done or ["every JSON file decodes; nothing to do"]:
+            print(safe(f"would be done: {sentence}" if dry_run and done else sentence))
     return dry_run and bool(done)
 
 

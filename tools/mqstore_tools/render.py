@@ -205,6 +205,12 @@ def as_json(value: Any, *, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=True, allow_nan=False, indent=indent)
 
 
+def json_asked() -> bool:
+    """Return True if the command was called with --json. For the thread of the command."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(JSON_ASKED))
+
+
 VERSION = {"version": 1}
 """First member of each JSON object: the version of the output format."""
 
@@ -214,17 +220,22 @@ def print_json(value: Any) -> None:
     print(as_json(VERSION | value if isinstance(value, dict) else value, indent=2))
 
 
+def print_if_json(value: Any) -> bool:
+    """Print one JSON value if the command was called with --json. Return True if it was."""
+    if asked := json_asked():
+        print_json(value)
+    return asked
+
+
 class FindingPrinter:
     """Findings of a command, printed on stderr as text or JSON."""
 
-    def __init__(self, json_output: bool) -> None:
-        self.json_output = json_output
-        self.findings = 0
+    findings = 0
 
     def print(self, finding: Finding, *, counts: bool = True) -> None:
         """Print a finding, and count it if it `counts`."""
         self.findings += counts
-        if self.json_output:
+        if json_asked():
             print(as_json(finding.as_dict()), file=sys.stderr)
         else:
             print_finding(finding, stderr=True)
@@ -233,7 +244,7 @@ class FindingPrinter:
         """Print the summary. JSON goes to stdout if the messages went to the file `output`, or else to stderr."""
         summary = {**summary, "findings": self.findings}
         sys.stdout.flush()  # first: if the reader has closed the pipe, no summary is printed
-        if not self.json_output:
+        if not json_asked():
             note(text + (f", {self.findings} findings" if self.findings else ""))
         elif output is None:
             print(as_json(summary), file=sys.stderr)
@@ -245,12 +256,10 @@ Cells = tuple[str, Sequence[str], Sequence[Iterable[object]]]
 """Title, columns and rows of a table: the arguments of `table`."""
 
 
-def show_tables(
-    value: Any, *tables: Cells, json_output: bool, empty: str = "", notes: Iterable[str] = (), stderr: bool = False
-) -> None:
-    """Print `value` as JSON, or else the tables and `notes`. If no table has rows, `empty` is printed, if given."""
-    if json_output:
-        print_json(value)
+def show_tables(value: Any, *tables: Cells, empty: str = "", notes: Iterable[str] = (), stderr: bool = False) -> None:
+    """Print `value` as JSON, or else the tables and `notes`. If no table has rows, `empty` is printed, if given.
+    On stderr there are only tables, for people."""
+    if not stderr and print_if_json(value):
         return
     if empty and not any(rows for _, _, rows in tables):
         notes, tables = [empty, *notes], ()
@@ -278,7 +287,7 @@ class _Polled(Progress):
 
 def _line_printer(title: str, of_bytes: bool) -> Callable[[int, int], None]:
     due = time.monotonic() + LINE_S
-    context = click.get_current_context(silent=True)
+    asked = json_asked()  # here, since threads of the library may report
     show = show_bytes if of_bytes else str
 
     def report(done: int, total: int) -> None:
@@ -286,7 +295,7 @@ def _line_printer(title: str, of_bytes: bool) -> Callable[[int, int], None]:
         if time.monotonic() < due:
             return
         due = time.monotonic() + LINE_S
-        if context is not None and context.meta.get(JSON_ASKED):
+        if asked:
             row = {**VERSION, "progress": {"title": title, "done": done, "total": total}}
             print(as_json(row), file=sys.stderr, flush=True)
         else:
@@ -334,7 +343,6 @@ body_bytes_option = click.option(
     "--body-bytes",
     type=click.IntRange(0),
     default=1024,
-    show_default=True,
     help="Print at most this much of each body. JSON has whole bodies.",
 )
 raw_bodies_option = click.option(
@@ -342,10 +350,10 @@ raw_bodies_option = click.option(
 )
 
 
-def note_searched(search: Search, *, json_output: bool, limited: bool = False) -> None:
+def note_searched(search: Search, *, limited: bool = False) -> None:
     """Print on stderr the figures of a search, why it may lack messages, and that it was limited."""
     figures = search.as_dict()
-    if json_output:
+    if json_asked():
         print(as_json({**VERSION, "searched": {**figures, "limited": limited}}), file=sys.stderr)
         return
     read = f"{search.messages} messages of {show_bytes(search.bytes)}, segments: {figures['segments']}"
@@ -354,13 +362,12 @@ def note_searched(search: Search, *, json_output: bool, limited: bool = False) -
         note(f"not searched: {why}")
 
 
-def print_items(found: Mapping[str, Any], *, json_output: bool) -> bool:
+def print_items(found: Mapping[str, Any]) -> bool:
     """Print what `mqstore.admin.inspect_file` found: fields with their bytes. Return False if an item has a problem."""
-    if json_output:
-        print_json(found)
-    elif not found["items"]:
+    in_json = print_if_json(found)
+    if not in_json and not found["items"]:
         note(f"{found['path']}: no more than zeros in its {found['bytes']} bytes")
-    for item in () if json_output else found["items"]:
+    for item in () if in_json else found["items"]:
         rows: list[tuple[object, ...]] = []
         for each in item["fields"]:
             raw, value = bytes.fromhex(each["bytes"]), each["value"]

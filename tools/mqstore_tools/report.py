@@ -15,7 +15,7 @@ from mqstore_tools.export import lines
 from mqstore_tools.groups import group_row
 from mqstore_tools.inspect import store_state
 from mqstore_tools.plots import Html, bar, cell_bytes, columns, interval_ms, legend, page, strip, table, tag
-from mqstore_tools.render import note, pick, print_json, progress, show_bytes, when
+from mqstore_tools.render import note, pick, print_if_json, progress, show_bytes, when
 from mqstore_tools.session import as_cells
 from mqstore_tools.shared import command, directory_argument, findings_on_stderr, finish
 from mqstore_tools.topics import topic_row
@@ -42,7 +42,7 @@ _TIMES = "first_store_timestamp_ms last_store_timestamp_ms"
     help="Write the page to FILE, which appears when it is complete.",
 )
 @click.option("--verify", "check", is_flag=True, help="Check everything, too, as `mqstore verify` does.")
-def report(directory: Path, output: Path, check: bool, json_output: bool) -> None:
+def report(directory: Path, output: Path, check: bool) -> None:
     """Write one HTML page about the store in DIR: traffic, sizes, lag, delays, a map of the log, findings, settings.
 
     The page needs no other file, no script and no network, and can be printed. It has at most 25 rows of each kind and
@@ -55,9 +55,7 @@ def report(directory: Path, output: Path, check: bool, json_output: bool) -> Non
     with lines(output, directory) as file, findings_on_stderr():
         found = _collect(directory, check=check)
         file.write(_page(found))
-    if json_output:
-        print_json(found)
-    else:
+    if not print_if_json(found):
         note(f"wrote {output}: {len(found['findings'])} findings")
     for section, why in found["not_shown"].items():
         note(f"not shown: {section} ({why})")

@@ -27,7 +27,7 @@ from mqstore.serve import (
     unix_path,
 )
 from mqstore.serve import supervise as start_child
-from mqstore_tools.render import VERSION, as_json, note
+from mqstore_tools.render import VERSION, as_json, json_asked, note
 from mqstore_tools.shared import command, directory_argument
 
 
@@ -84,7 +84,6 @@ _FILE: dict[str, Any] = {"type": click.Path(exists=True, dir_okay=False, path_ty
     "--max-connections",
     type=click.IntRange(1),
     default=Limits().connections,
-    show_default=True,
     help="Further clients wait until one leaves. Each connection is an open file of the process.",
 )
 @click.option("--flush", is_flag=True, help="Answer a send when the message is on disk.")
@@ -113,7 +112,6 @@ def serve(
     flush: bool,
     supervise: bool,
     linger: float | None,
-    json_output: bool,
 ) -> None:
     """Serve DIR as the name server and broker of RocketMQ's clients, 4.x and 5.x, Java or Go.
 
@@ -169,7 +167,7 @@ def serve(
             limits=Limits(connections=max_connections),
         )
         with asyncio.Runner(loop_factory=new_loop) as runner:
-            runner.run(_run(server, link, json_output=json_output))
+            runner.run(_run(server, link))
 
 
 def _store_host(advertise: str | None, addresses: list[tuple[str, int]]) -> str:
@@ -188,12 +186,12 @@ def _ready_line(endpoints: list[str]) -> str:
     return " ".join(("ready", f"remoting={addresses}", *(path.replace(":", "=", 1) for path in paths)))
 
 
-async def _run(server: Server, link: socket.socket | None, *, json_output: bool) -> None:
+async def _run(server: Server, link: socket.socket | None) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.ended.set)
     async with server:
-        if json_output:
+        if json_asked():
             click.echo(as_json(VERSION | {"ready": True, "endpoints": server.endpoints}))
         else:
             click.echo(_ready_line(server.endpoints))

@@ -26,7 +26,7 @@ from mqstore import Store
 from mqstore.admin import operations
 from mqstore.errors import ConnectionLostError
 from mqstore.jobs import duration_s
-from mqstore_tools.render import note, pick, print_json, safe, show_bytes
+from mqstore_tools.render import note, pick, print_if_json, safe, show_bytes
 from mqstore_tools.shared import StoreCommand, WithExamples
 
 _AGE = re.compile(r"\d{1,9}[smhd]")
@@ -114,31 +114,23 @@ def ask(question: str, *, yes: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-def print_done(row: dict[str, Any], text: str, *, json_output: bool) -> None:
+def print_done(row: dict[str, Any], text: str) -> None:
     """Print the result of a change or a dry run: `row` as JSON, or else `text`."""
-    if json_output:
-        print_json(row)
-    else:
+    if not print_if_json(row):
         print(safe(text))
 
 
 def carry_out(
-    what: str,
-    target: Path,
-    change: Callable[[Any], Any],
-    row: Callable[[Any], dict[str, Any]],
-    *,
-    dry_run: bool,
-    json_output: bool,
+    what: str, target: Path, change: Callable[[Any], Any], row: Callable[[Any], dict[str, Any]], *, dry_run: bool
 ) -> None:
     """Run `change` and print that `what`, such as "create topic orders", was done. JSON is the `row` of its result."""
     verb, kind, name = what.split(" ", 2)
     with administer(target) as desk:
         done = change(desk)
     if dry_run:
-        print_done({"dry_run": True, "name": name}, f"would {what}", json_output=json_output)
+        print_done({"dry_run": True, "name": name}, f"would {what}")
     else:
-        print_done(row(done), f"{verb.removesuffix('e')}ed {kind} {name}", json_output=json_output)
+        print_done(row(done), f"{verb.removesuffix('e')}ed {kind} {name}")
 
 
 def delete_after_asking(
@@ -148,17 +140,30 @@ def delete_after_asking(
     *,
     dry_run: bool,
     yes: bool,
-    json_output: bool,
 ) -> None:
     """Run `delete(desk, dry_run=...)` if the user agrees. `describe` returns text and row of its plan."""
     with administer(target) as desk:
         what, row = describe(delete(desk, dry_run=True))
         if dry_run:
-            print_done({"dry_run": True, **row}, f"would delete {what}", json_output=json_output)
+            print_done({"dry_run": True, **row}, f"would delete {what}")
             return
         ask(safe(f"Delete {what}?"), yes=yes)
         delete(desk, dry_run=False)
-    print_done(row, f"deleted {what}", json_output=json_output)
+    print_done(row, f"deleted {what}")
+
+
+def purge_after_asking(
+    count: int, what: str, row: dict[str, Any], purge: Callable[[], int], *, dry_run: bool, yes: bool
+) -> None:
+    """Run `purge` if there are `count` things like "dead letters of billing" and the user agrees. It returns their
+    number then."""
+    if dry_run or not count:
+        text = f"would purge {count} {what}" if count else f"no {what} to purge"
+        print_done({"dry_run": dry_run, **row, "count": count}, text)
+        return
+    ask(safe(f"Purge {count} {what}?"), yes=yes)
+    count = purge()
+    print_done({"dry_run": False, **row, "count": count}, f"purged {count} {what}")
 
 
 class Commands(WithExamples, click.Group):

@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +71,14 @@ class WithExamples(click.Command):
 
 
 class StoreCommand(WithExamples):
-    """Sub-command, with --json if its function takes `json_output`.
+    """Sub-command with --json, unless `json_help` is empty. `render.json_asked` is its value.
     Errors of the library become one escaped line on stderr and an exit code."""
 
-    def __init__(self, *arguments: Any, **attributes: Any) -> None:
+    def __init__(self, *arguments: Any, json_help: str = "Print JSON, for programs.", **attributes: Any) -> None:
         super().__init__(*arguments, **attributes)
-        known = {each.name for each in self.params}
-        if self.callback is not None and "json_output" in signature(self.callback).parameters.keys() - known:
-            help_ = "Print JSON, for programs."
-            self.params.append(click.Option(["--json", "json_output"], is_flag=True, help=help_))
+        if json_help:
+            option = click.Option(["--json"], is_flag=True, expose_value=False, callback=_note_json, help=json_help)
+            self.params.append(option)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -123,6 +121,10 @@ class StoreCommand(WithExamples):
         for line in others:
             click.echo(safe(line), err=True)
         ctx.exit(code)
+
+
+def _note_json(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
+    ctx.meta[JSON_ASKED] = asked  # before, it was only seen as a word, which may also be the value of an option
 
 
 command = partial(click.command, cls=StoreCommand)

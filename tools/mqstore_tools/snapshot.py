@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from mqstore import admin
-from mqstore_tools.render import console, note, print_findings, print_json, progress, safe, show_bytes
+from mqstore_tools.render import console, note, print_findings, print_if_json, progress, safe, show_bytes
 from mqstore_tools.shared import command, directory_argument, findings_on_stderr, finish
 
 
@@ -27,7 +27,7 @@ from mqstore_tools.shared import command, directory_argument, findings_on_stderr
     help="Hard-link closed segments instead of copying them: fast, no space, only on the same file system.",
 )
 @click.option("--dry-run", is_flag=True, help="Only print what would be copied.")
-def snapshot(directory: Path, destination: Path, link: bool, dry_run: bool, json_output: bool) -> None:
+def snapshot(directory: Path, destination: Path, link: bool, dry_run: bool) -> None:
     """Copy the store in DIR to DEST, a folder that does not exist yet. The store may be in use.
 
     DEST is a cleanly closed store with everything that was stored before the command started. All checksums are
@@ -37,16 +37,12 @@ def snapshot(directory: Path, destination: Path, link: bool, dry_run: bool, json
     """
     if dry_run:
         plan = admin.plan_snapshot(directory, destination, link=link).as_dict()
-        if json_output:
-            print_json({"dry_run": True, "plan": plan})
-        else:
+        if not print_if_json({"dry_run": True, "plan": plan}):
             _show_plan(plan)
         return
     with progress("copying and verifying") as report_progress, findings_on_stderr():
         done = admin.snapshot(directory, destination, link=link, progress=report_progress).as_dict()
-    if json_output:
-        print_json({"dry_run": False, **done})
-    else:
+    if not print_if_json({"dry_run": False, **done}):
         _show(done)
     finish(done["findings"])
 

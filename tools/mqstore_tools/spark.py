@@ -22,7 +22,7 @@ from mqstore_tools.multi_store import (
     spark_errors,
     usable,
 )
-from mqstore_tools.render import as_json, body_text, console, note, progress, show_tables, table
+from mqstore_tools.render import as_json, body_text, console, json_asked, note, progress, show_tables, table
 from mqstore_tools.session import Commands, dry_run_option
 
 _BODY_BYTES = 80
@@ -58,12 +58,11 @@ def spark() -> None:
     "--older-than",
     type=duration,
     default="7d",
-    show_default=True,
     metavar="TIME",
     help="Only files unchanged for this time (36h). If it is shorter than a job, files of a running job are deleted.",
 )
 @dry_run_option
-def clean(targets: tuple[Path, ...], older_than: float, dry_run: bool, json_output: bool) -> None:
+def clean(targets: tuple[Path, ...], older_than: float, dry_run: bool) -> None:
     """Delete files that crashed Spark jobs have left in stores and store sets.
     These are files in TARGET/_staging and, in a set, stores that its manifest does not list. None of them is a message.
     Each commit deletes files older than its option stagingTtl."""
@@ -76,7 +75,7 @@ def clean(targets: tuple[Path, ...], older_than: float, dry_run: bool, json_outp
         found += clean_target(target, older_than, dry_run=dry_run)
     value = {"dry_run": dry_run, "deleted": [{"path": str(path)} for path in found]}
     cells = ("would delete" if dry_run else "deleted", ("path",), [(path,) for path in found])
-    show_tables(value, cells, json_output=json_output)
+    show_tables(value, cells)
 
 
 @spark.command(
@@ -96,19 +95,17 @@ def clean(targets: tuple[Path, ...], older_than: float, dry_run: bool, json_outp
     "format_",
     type=click.Choice(["parquet", "json", "csv", "orc"]),
     default="parquet",
-    show_default=True,
     help="Format of the files in --out.",
 )
-@click.option("--max-rows", type=click.IntRange(1), metavar="N", default=1000, show_default=True, help="Limit of rows.")
+@click.option("--max-rows", type=click.IntRange(1), metavar="N", default=1000, help="Limit of rows.")
 def sql(
     messages: Messages,
-    master: str,
+    master: str | None,
     conf: tuple[str, ...],
     query: str,
     out: str | None,
     format_: str,
     max_rows: int,
-    json_output: bool,
 ) -> None:
     """Run QUERY, in Spark's SQL, over views of the stores in DIR.
 
@@ -126,7 +123,7 @@ def sql(
             return
         rows = [*islice(frame.limit(max_rows + 1).toLocalIterator(), max_rows + 1)]
         names = frame.columns
-    _print(names, rows[:max_rows], json_output=json_output)
+    _print(names, rows[:max_rows])
     if len(rows) > max_rows:
         note(f"more than {max_rows} rows; use a larger --max-rows, or --out for all")
 
@@ -144,8 +141,8 @@ def _tasks_of(spark: Any) -> Callable[[], tuple[int, int]]:
     return count
 
 
-def _print(names: list[str], rows: list[Any], *, json_output: bool) -> None:
-    if json_output:
+def _print(names: list[str], rows: list[Any]) -> None:
+    if json_asked():
         for row in rows:
             print(as_json({name: _plain(value) for name, value in zip(names, row, strict=True)}))
     elif not rows:
@@ -183,10 +180,11 @@ def _cell(value: Any) -> str:
     examples="""
   mqstore spark shell var/mq
   echo 'print(messages.count())' | mqstore spark shell var/mq""",
+    json_help="",
 )
 @message_options
 @session_options
-def shell(messages: Messages, master: str, conf: tuple[str, ...]) -> None:
+def shell(messages: Messages, master: str | None, conf: tuple[str, ...]) -> None:
     """Start Python with a session `spark` and a data frame for each view of the stores in DIR.
     The views are `messages`, `queues`, `segments`, `groups`, `delay`, `traffic` and `verify`, also in `spark.sql`.
     Options filter `messages`."""

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from mqstore.admin import operations
-from mqstore_tools.render import Cells, when
+from mqstore_tools.render import Cells, json_asked, when
 from mqstore_tools.session import as_cells, connected, target_argument
 from mqstore_tools.shared import command
 from mqstore_tools.watching import interval_option, watch
@@ -38,10 +38,10 @@ _GROUPS |= {"out/s>": "out_per_s", "dead>": "dead_letters", "clients>": "clients
 )
 @target_argument
 @click.option("--once", is_flag=True, help="Print one report, of the time between two looks.")
-@click.option("--sort", type=click.Choice([*_SORTS]), default="messages", show_default=True, help="Sort by.")
-@click.option("--match", default="", metavar="TEXT", help="Only topics and groups with this text in their name.")
+@click.option("--sort", type=click.Choice([*_SORTS]), default="messages", help="Sort by.")
+@click.option("--match", metavar="TEXT", help="Only topics and groups with this text in their name.")
 @interval_option
-def top(target: Path, once: bool, sort: str, match: str, interval: float, json_output: bool) -> None:
+def top(target: Path, once: bool, sort: str, match: str | None, interval: float) -> None:
     """Show rates of topics, lags of groups, and what waits, every few seconds: as a page on a terminal, else as text.
 
     Rates are of the last ten seconds or the last interval. `in/s` counts messages that were stored, `out/s` those that
@@ -55,18 +55,18 @@ def top(target: Path, once: bool, sort: str, match: str, interval: float, json_o
     Keys: n, m, i, o, a, f and d sort by name, messages, in, out, age, in flight and dead letters. / chooses names with
     the text that is typed, q quits. --json prints one object each interval.
     """
-    looks, choice = deque([_look(target)]), _Choice(sort, match)
+    looks, choice = deque([_look(target)]), _Choice(sort, match or "")
 
     def look() -> dict[str, Any]:
         looks.append(_look(target))
         while len(looks) > 2 and looks[-1]["taken_ms"] - looks[1]["taken_ms"] >= _WINDOW_MS:
             looks.popleft()
         view = _view(looks[0], looks[-1])
-        return view | {name: choice.rows(view[name]) for name in ("topics", "groups")} if json_output else view
+        return view | {name: choice.rows(view[name]) for name in ("topics", "groups")} if json_asked() else view
 
     time.sleep(min(interval, 1.0))
     keys: Any = {"press": choice.press, "hint": choice.hint}
-    watch(look, choice.tables, interval=interval, json_output=json_output, once=once, **keys)
+    watch(look, choice.tables, interval=interval, once=once, **keys)
 
 
 def _look(target: Path) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def topics() -> None:
 )
 @target_argument
 @click.option("--system", is_flag=True, help="Include retry, dead-letter and system topics.")
-def list_(target: Path, system: bool, json_output: bool) -> None:
+def list_(target: Path, system: bool) -> None:
     """Show the topics of the store in DIR: queues, permissions, type, messages, and groups that consume them.
 
     A topic without an entry in config/topics.json, for example because config/ is missing, is shown with the queues
@@ -74,7 +74,7 @@ def list_(target: Path, system: bool, json_output: bool) -> None:
         for row in rows
     ]
     columns = ("topic", "read queues>", "write queues>", "perm", "type", "messages>", "groups")
-    show_tables({"topics": rows}, ("", columns, cells), json_output=json_output)
+    show_tables({"topics": rows}, ("", columns, cells))
 
 
 def _perm_text(perm: int) -> str:
@@ -99,15 +99,13 @@ def topic_row(view: Any) -> dict[str, Any]:
 @click.argument("name")
 @click.option("--queues", type=_QUEUES, help="Number of queues (default 4).")
 @click.option("--type", "type_", type=_TYPES, help="Type of its messages (default unspecified).")
-@click.option("--perm", type=_PERM, default="rw", show_default=True, help="Permissions: r to read, w to write.")
+@click.option("--perm", type=_PERM, default="rw", help="Permissions: r to read, w to write.")
 @dry_run_option
-def create(
-    target: Path, name: str, queues: int | None, type_: str | None, perm: str, dry_run: bool, json_output: bool
-) -> None:
+def create(target: Path, name: str, queues: int | None, type_: str | None, perm: str, dry_run: bool) -> None:
     """Create the topic NAME in the store in DIR."""
     message_type = None if type_ is None else type_.upper()
     change = methodcaller("create_topic", name, queues, _PERMS[perm], message_type, dry_run=dry_run)
-    carry_out(f"create topic {name}", target, change, topic_row, dry_run=dry_run, json_output=json_output)
+    carry_out(f"create topic {name}", target, change, topic_row, dry_run=dry_run)
 
 
 @topics.command(
@@ -136,7 +134,6 @@ def alter(
     type_: str | None,
     force: bool,
     dry_run: bool,
-    json_output: bool,
 ) -> None:
     """Change the given settings of the topic NAME in the store in DIR.
 
@@ -154,7 +151,7 @@ def alter(
         "message_type": None if type_ is None else type_.upper(),
     }
     change = methodcaller("alter_topic", name, settings, force=force, dry_run=dry_run)
-    carry_out(f"alter topic {name}", target, change, topic_row, dry_run=dry_run, json_output=json_output)
+    carry_out(f"alter topic {name}", target, change, topic_row, dry_run=dry_run)
 
 
 @topics.command(
@@ -168,7 +165,7 @@ def alter(
 @click.option("--force", is_flag=True, help="Even if groups consume it. Messages they have not consumed are lost.")
 @dry_run_option
 @yes_option
-def delete(target: Path, name: str, force: bool, dry_run: bool, yes: bool, json_output: bool) -> None:
+def delete(target: Path, name: str, force: bool, dry_run: bool, yes: bool) -> None:
     """Delete the topic NAME in the store in DIR: its messages, its retries, and all groups' offsets in it.
 
     Asks first. If the topic is created again, its queue offsets continue. Disk space is freed as segments are deleted.
@@ -182,4 +179,4 @@ def delete(target: Path, name: str, force: bool, dry_run: bool, yes: bool, json_
     def delete(desk: Any, **how: Any) -> Any:
         return desk.delete_topic(name, force=force, **how)
 
-    delete_after_asking(target, delete, describe, dry_run=dry_run, yes=yes, json_output=json_output)
+    delete_after_asking(target, delete, describe, dry_run=dry_run, yes=yes)

@@ -23,7 +23,7 @@ from mqstore_tools.shared import command, finish
 @click.argument("key", metavar="KEY|ID|OFFSET")
 @click.option("--group", "groups", multiple=True, help="Only this group; may be repeated.")
 @spark_option
-def trace(stores: tuple[str, ...], key: str, groups: tuple[str, ...], master: str | None, json_output: bool) -> None:
+def trace(stores: tuple[str, ...], key: str, groups: tuple[str, ...], master: str | None) -> None:
     """Tell what happened to the messages with this key, id or place, and where they are, for each group.
 
     KEY is one of a message's keys, its unique key, or the unique name of a queue's item. ID is a message id, such as
@@ -43,7 +43,7 @@ def trace(stores: tuple[str, ...], key: str, groups: tuple[str, ...], master: st
         found = follow(stores, key, groups, spark=spark, progress=report).to_dict()
     tables = [table for message in found["messages"] for table in _tables(message, several=len(stores) > 1)]
     notes = [f"not known: {why}" for why in found["missed"]]
-    show_tables(found, *tables, json_output=json_output, empty=f"no message has the key {found['key']}", notes=notes)
+    show_tables(found, *tables, empty=f"no message has the key {found['key']}", notes=notes)
     finish(not found["messages"])
 
 

@@ -22,12 +22,10 @@ _SHOWN = 50
   mqstore traffic var/mq --json | jq -r '.series[] | [.start_ms, .topic, .messages] | @tsv'""",
 )
 @message_options
-@click.option(
-    "--interval", default="1m", show_default=True, metavar="TIME", help="Interval of the counts (30s, 5m, 1h)."
-)
-@click.option("--by", default="topic", show_default=True, metavar="NAMES", help="Group by: store, topic, queue_id.")
+@click.option("--interval", default="1m", metavar="TIME", help="Interval of the counts (30s, 5m, 1h).")
+@click.option("--by", default="topic", metavar="NAMES", help="Group by: store, topic, queue_id.")
 @spark_option
-def traffic(messages: Messages, interval: str, by: str, master: str | None, json_output: bool) -> None:
+def traffic(messages: Messages, interval: str, by: str, master: str | None) -> None:
     """Count the messages of the stores in DIR by the time when they were stored.
 
     It shows their number, their sizes, the time from producer to store, and how many are retries. `--by topic,queue_id`
@@ -42,7 +40,7 @@ def traffic(messages: Messages, interval: str, by: str, master: str | None, json
     more = len(found.rows) - _SHOWN
     notes = [f"and {more} more; --json has all"] * (more > 0)
     notes += [f"{found.damaged} damaged messages were skipped"] * (found.damaged > 0)
-    show_tables(found.to_dict(), _table(found.to_dict()), json_output=json_output, empty="no messages", notes=notes)
+    show_tables(found.to_dict(), _table(found.to_dict()), empty="no messages", notes=notes)
 
 
 def _table(found: dict[str, Any]) -> Cells:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from mqstore_tools.multi_store import on_spark, spark_option, stores_argument
-from mqstore_tools.render import console, finding_of, note, print_finding, print_json, progress, show_bytes
+from mqstore_tools.render import console, finding_of, json_asked, note, print_finding, print_json, progress, show_bytes
 from mqstore_tools.shared import UNUSABLE, command, findings_on_stderr, finish, note_front
 
 _LISTED = 10_000
@@ -27,7 +27,7 @@ _SHOWN = 1000
 @stores_argument
 @click.option("--all", "all_findings", is_flag=True, help="List known damage too.")
 @spark_option
-def verify(stores: tuple[str, ...], all_findings: bool, master: str | None, json_output: bool) -> None:
+def verify(stores: tuple[str, ...], all_findings: bool, master: str | None) -> None:
     """Check every record, unit, index entry and JSON file of the stores in DIR, checksums included.
 
     Changes nothing, and works while a writer has the store open. Exit code 1 if there are new findings.
@@ -42,7 +42,7 @@ def verify(stores: tuple[str, ...], all_findings: bool, master: str | None, json
     several = len(found["stores"]) > 1
     new: Counter[str] = Counter(finding["kind"] for finding in found["findings"] if not finding["known"])
     failed = {row["store"]: row["error"] for row in found["stores"] if row["error"] is not None}
-    if json_output:
+    if json_asked():
         _print_json(found, ok=not new and not failed, failed=failed if several else None)
     for row in found["stores"]:
         if row["error"] is not None:
@@ -53,7 +53,7 @@ def verify(stores: tuple[str, ...], all_findings: bool, master: str | None, json
         for text in row["foreign"]:
             note(text)
         note_front(*row["front"])
-    if not json_output:
+    if not json_asked():
         _show(found, new, len(failed), all_findings=all_findings)
     finish(failed, UNUSABLE)
     finish(new)

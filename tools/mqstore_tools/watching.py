@@ -23,11 +23,11 @@ from rich.live import Live
 from rich.text import Text
 
 from mqstore import MQStoreError
-from mqstore_tools.render import VERSION, Cells, as_json, console, safe, table
+from mqstore_tools.render import VERSION, Cells, as_json, console, json_asked, safe, table
 from mqstore_tools.shared import NumberRange
 
 interval_option = click.option(
-    "--interval", type=NumberRange(0.1, 86_400), default=2.0, show_default=True, help="Seconds between two looks."
+    "--interval", type=NumberRange(0.1, 86_400), default=2.0, help="Seconds between two looks."
 )
 
 
@@ -36,7 +36,6 @@ def watch(
     tables: Callable[[Any], Sequence[Cells]],
     *,
     interval: float,
-    json_output: bool,
     once: bool = False,
     press: Callable[[str], bool] = lambda key: False,
     hint: Callable[[], str] = lambda: "q quit",
@@ -44,10 +43,10 @@ def watch(
     """Show the `tables` of what `look` returns every `interval` seconds, until the key q, or `once`.
     `press` gets each key and returns True if q has another meaning now. `hint` is the last line of the page."""
     value, screen = look(), console()
-    while once or json_output or not screen.is_terminal:
-        if json_output:
+    while once or json_asked() or not screen.is_terminal:
+        if json_asked():
             print(as_json({**VERSION, **value}))
-        for each in () if json_output else tables(value):
+        for each in () if json_asked() else tables(value):
             screen.print(table(*each))
         if once:
             return
