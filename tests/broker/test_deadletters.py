@@ -344,7 +344,7 @@ def test_letters_hold_the_log_until_deleted(parts: Parts) -> None:
 
 
 def test_expired_letters_are_deleted_and_logged(parts: Parts, caplog: pytest.LogCaptureFixture) -> None:
-    expiry = DeadLetterExpiry(parts, lambda: None)
+    expiry = DeadLetterExpiry(parts)
     die(parts, 2)
     clock_of(parts).advance(DAY_MS)
     die(parts, 1)
@@ -363,7 +363,7 @@ def test_expired_letters_are_deleted_and_logged(parts: Parts, caplog: pytest.Log
 
 
 def test_a_letter_filed_later_is_due_no_earlier_than_the_next_look(parts: Parts) -> None:
-    expiry = DeadLetterExpiry(parts, lambda: None)
+    expiry = DeadLetterExpiry(parts)
     due = expiry.run_once(START_MS)
     assert due is not None
     clock_of(parts).advance(5)
@@ -377,7 +377,7 @@ def test_a_letter_filed_later_is_due_no_earlier_than_the_next_look(parts: Parts)
 def test_dead_letter_retention_is_an_option(tmp_path: Path, age: timedelta | None, left: int) -> None:
     parts = new_parts(tmp_path / "store", dlq_retention=age)
     die(parts, 2)
-    expiry = DeadLetterExpiry(parts, lambda: None)
+    expiry = DeadLetterExpiry(parts)
     due = expiry.run_once(START_MS + 365 * DAY_MS)
     assert (due is None) == (age is None)
     assert len(DeadLetters(parts, "g")) == left

@@ -53,12 +53,7 @@ def test_a_group_is_consumed_in_one_mode(members: Members, other: Mode) -> None:
 
 @pytest.mark.parametrize(
     "subscriptions",
-    [
-        {},
-        {"orders": ("TAG", "*"), "other": ("TAG", "*")},
-        {"orders": ("TAG", "a")},
-        {"orders": ("SQL92", "*")},
-    ],
+    [{}, {"orders": ("TAG", "*"), "other": ("TAG", "*")}, {"orders": ("TAG", "a")}, {"orders": ("SQL92", "*")}],
 )
 def test_members_subscribe_alike(members: Members, subscriptions: dict[str, tuple[str, str]]) -> None:
     members.register("c1", "g", ALL, QUEUE)

@@ -119,13 +119,6 @@ def test_looks_from_many_threads_count_each_put_once(broker: Broker) -> None:
     assert totals(broker, "TOPIC_PUT_NUMS", "BROKER_PUT_NUMS", key="t") == [200, 0]
 
 
-def test_a_closed_broker_listens_no_more(bench: Bench) -> None:
-    store = bench.broker.store
-    assert store.on_growth
-    bench.broker.close()
-    assert store.on_growth == []
-
-
 # -- gets -------------------------------------------------------------------------------------------------------------
 
 GETS = ("GROUP_GET_NUMS", "GROUP_GET_SIZE")

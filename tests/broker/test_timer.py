@@ -186,8 +186,7 @@ def test_a_long_wait_is_carried_over_any_distance(timers: Timers) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stopped_ms", "killed"),
-    [(10 * S, True), (30 * HOUR, True), (8 * DAY, False), (400 * DAY, True)],
+    ("stopped_ms", "killed"), [(10 * S, True), (30 * HOUR, True), (8 * DAY, False), (400 * DAY, True)]
 )
 def test_nothing_is_lost_or_early_over_a_stop_of_any_length(timers: Timers, stopped_ms: int, killed: bool) -> None:
     waits = [2 * S, 5 * S, 50 * S, 2 * HOUR, 20 * HOUR, 40 * HOUR]

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.broker.delay import timercheck
-from mqstore.broker.delay.route import WINDOW_MS, due_of, placement, slot_of, timer_route
+from mqstore.broker.delay.route import WINDOW_MS, delay_route, due_of, placement, slot_of
 from mqstore.broker.delay.timercheck import JavaProgress, Progress, TimerCheck
 from mqstore.broker.delay.timerfiles import (
     CANCELS,
@@ -93,7 +93,7 @@ def test_a_message_with_a_moment_ahead_goes_to_the_timer_topic(
     properties: dict[str, str], wait_ms: int, slot_ms: int
 ) -> None:
     given_too = {"TAGS": "a", "UNIQ_KEY": "u", "mine": "x"}
-    routed = timer_route("orders", 3, {**given_too, **properties}, NOW, max_delay_ms=MAX)
+    routed = delay_route("orders", 3, {**given_too, **properties}, lambda: NOW, levels=18, max_delay_ms=MAX)
     assert routed is not None
     topic, queue_id, stored = routed
     assert (topic, queue_id) == ("rmq_sys_wheel_timer", 0)
@@ -127,7 +127,6 @@ def test_message_is_due_at_its_record_time_or_slot_end(properties: dict[str, str
     ("topic", "properties"),
     [
         ("orders", {}),
-        ("orders", {"TIMER_DELAY_SEC": "5", "DELAY": "3"}),
         ("orders", {"TIMER_DELAY_SEC": "5", "TIMER_OUT_MS": "1"}),
         (TIMER_TOPIC, {"TIMER_DELAY_SEC": "5"}),
         ("orders", {"TIMER_DELAY_SEC": "0"}),
@@ -137,7 +136,7 @@ def test_message_is_due_at_its_record_time_or_slot_end(properties: dict[str, str
     ],
 )
 def test_a_message_that_is_not_to_wait_goes_where_it_went(topic: str, properties: dict[str, str]) -> None:
-    assert timer_route(topic, 0, properties, NOW, max_delay_ms=MAX) is None
+    assert delay_route(topic, 0, properties, lambda: NOW, levels=18, max_delay_ms=MAX) is None
 
 
 NO_TIMES = {
@@ -157,7 +156,7 @@ NO_TIMES = {
 )
 def test_a_moment_that_cannot_be_is_refused(properties: dict[str, str]) -> None:
     with pytest.raises(InvalidMessageError) as caught:
-        timer_route("orders", 0, properties, NOW, max_delay_ms=MAX)
+        delay_route("orders", 0, properties, lambda: NOW, levels=18, max_delay_ms=MAX)
     assert caught.value.field == "properties"
 
 
@@ -180,8 +179,7 @@ def test_hops_lead_to_the_moment_and_none_is_longer_than_the_window(stored: int,
 
 
 @pytest.mark.parametrize(
-    ("rest", "hop"),
-    [(-1 * S, None), (0, DAY), (16 * HOUR - S, DAY), (16 * HOUR, 2 * DAY), (5 * DAY, 2 * DAY)],
+    ("rest", "hop"), [(-1 * S, None), (0, DAY), (16 * HOUR - S, DAY), (16 * HOUR, 2 * DAY), (5 * DAY, 2 * DAY)]
 )
 def test_a_short_rest_halves_the_hop(rest: int, hop: int | None) -> None:
     out = NOW + 2 * DAY + rest

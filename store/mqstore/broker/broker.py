@@ -174,7 +174,7 @@ class Broker(Closing, Sending, BrokerContract):
             "timer": self._timer,
             "pop": self._pop,
             "transactions": self.transactions,
-            "dead letters": DeadLetterExpiry(parts, wake("dead letters")),
+            "dead letters": DeadLetterExpiry(parts),
         }
         self._retention = RetentionService(
             parts, [*keepers.values(), KeptNames(parts)], rollers=(self._delay, self._timer)
@@ -256,12 +256,7 @@ class Broker(Closing, Sending, BrokerContract):
         return self._without_wait(partial(self.put, topic, body, queue_id=queue_id), {**options})
 
     def _append_async(
-        self,
-        topic: str,
-        queue_id: int,
-        body: Body,
-        properties: Mapping[str, str],
-        **options: Unpack[RecordOptions],
+        self, topic: str, queue_id: int, body: Body, properties: Mapping[str, str], **options: Unpack[RecordOptions]
     ) -> Future[SendReceipt]:
         """Append a record with all its fields, reserved properties included, for a server. The future is that of
         `put_async`. The caller has checked topic and queue. Raises StoreFullError, as a put does."""

@@ -326,9 +326,7 @@ class Reads:
             target = to if type(to) is int else self.place(topic, each, to)
             if not low <= target <= high:
                 raise OffsetOutOfRangeError(
-                    f"offset {target} of queue {each} of {topic!r} must be {low}..{high}",
-                    low,
-                    high,
+                    f"offset {target} of queue {each} of {topic!r} must be {low}..{high}", low, high
                 )
             targets[QueueRef(topic, each)] = target
         for ref, target in targets.items():

@@ -80,12 +80,7 @@ class RetentionService(BackgroundService):
     """Retention of a broker: the bound of deletion, and relocation.
     A store without a policy gets the default one."""
 
-    def __init__(
-        self,
-        parts: Parts,
-        mechanisms: Sequence[BackgroundService],
-        rollers: Sequence[Roller] = (),
-    ) -> None:
+    def __init__(self, parts: Parts, mechanisms: Sequence[BackgroundService], rollers: Sequence[Roller] = ()) -> None:
         """Set the store's bound."""
         self._parts = parts
         self._mechanisms = mechanisms

@@ -2,7 +2,7 @@
 
     mechanism   run_once(now_ms) -> next_run_ms     does due work; a housekeeper thread or a test calls it
                 persist()                           writes its state to disk
-                close()                             releases listeners and files
+                close()                             releases files
                 pins()                              records of the log that it still needs
     roller      waiting_below(offset)               waiting records that it can relocate to the log end
                 roll(offset, count, now_ms)         relocates them
@@ -67,7 +67,8 @@ class BackgroundService:
         """Write to disk all state that the next process needs. For saving, snapshots and closing."""
 
     def close(self) -> None:
-        """Release listeners and files. Called once, after the last `persist`, while the store is still open."""
+        """Release files. Called once, after the last `persist`, while the store is still open.
+        Listeners stay: the store ends next, and may call them for the last time, which does no harm."""
 
     def pins(self) -> Iterable[Pin]:
         """Return pins of the oldest records that the mechanism still needs. This class needs none."""

@@ -119,7 +119,7 @@ class _Bucket:
 
 
 class Waiters(BackgroundService):
-    """All waiters on the queues of one store. Listens to `store.on_growth` from construction to `close`.
+    """All waiters on the queues of one store. Listens to `store.on_growth`.
     The class is long because one lock guards all its tables: buckets, deadlines and fired waiters."""
 
     def __init__(self, parts: Parts, wake: Wake) -> None:
@@ -267,7 +267,6 @@ class Waiters(BackgroundService):
                 self._fire(waiter, False)
             self._heap.clear()
             self._stale = 0
-        self._store.on_growth.remove(self._grown)
         self._hand_over()
 
     def _hand_over(self) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Final, Unpack
 
 from mqstore.broker.admin.offline import offline
-from mqstore.broker.admin.operations import check_letters, letter_filter, letter_groups, letters_of
+from mqstore.broker.admin.operations import check_letters, letter_filter, letter_groups
 from mqstore.broker.context import Tables, open_tables
-from mqstore.broker.redelivery.dead_letters import DeadLetters, letter_origin
+from mqstore.broker.redelivery.dead_letters import DeadLetters, letter_origin, letters_of
 from mqstore.errors import ConfigError
 from mqstore.files.lock import refuse_beside_writer
 from mqstore.files.readonly_fs import QUIET

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from mqstore.broker.selection import RoundRobin
-from mqstore.broker.tables.locklist import LockList
+from mqstore.broker.tables.locks import LockList
 from mqstore.broker.tables.members import Mode
 from mqstore.broker.tables.requestmodes import RequestModes
 from mqstore.contract import Event

@@ -55,7 +55,6 @@ from mqstore.broker.delay.timercheck import JavaProgress, Progress, TimerCheck
 from mqstore.broker.delay.timerfiles import CANCELS, TimerFilesDamaged, TimerLog
 from mqstore.broker.delay.timerunits import due_times, units_from, waiting_units
 from mqstore.broker.names import (
-    DLQ_PREFIX,
     POP_LOG_GROUP,
     POP_LOG_KEY,
     POP_LOG_TOPIC,
@@ -64,14 +63,13 @@ from mqstore.broker.names import (
     TIMER_TOPIC,
     TRANS_CHECK_TOPIC,
     QueueKey,
-    is_dlq_topic,
 )
 from mqstore.broker.pop.orderinfo import BlockedQueue, OrderInfo, check_order_info
 from mqstore.broker.pop.replay import Replay
 from mqstore.broker.pop.state import Standing
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.reading import Reads
-from mqstore.broker.redelivery.dead_letters import DeadLetters
+from mqstore.broker.redelivery.dead_letters import letters_of
 from mqstore.broker.redelivery.references import reach_of
 from mqstore.broker.retention import all_pins, physical_of
 from mqstore.broker.service import Pin, oldest_of
@@ -557,9 +555,7 @@ def _transactions(tables: Tables, transactions: Transactions) -> dict[str, Any]:
 
 
 def _dead_letters(tables: Tables) -> dict[str, int]:
-    groups = [topic[len(DLQ_PREFIX) :] for topic in tables.store.topics() if is_dlq_topic(topic)]
-    counts = {group: len(DeadLetters(tables, group)) for group in groups}
-    return {group: count for group, count in counts.items() if count}
+    return {letters.group: count for letters in letters_of(tables) if (count := len(letters))}
 
 
 def _pin_row(store: StoreReader, pin: Pin | None) -> dict[str, Any] | None:

@@ -143,7 +143,7 @@ _Item = tuple[str, str, int, int]
 
 
 class Metrics(BackgroundService):
-    """Statistics of one store. Thread-safe. Listens to `store.on_growth` until `close`."""
+    """Statistics of one store. Thread-safe."""
 
     def __init__(
         self,
@@ -169,9 +169,8 @@ class Metrics(BackgroundService):
         self._lock = Lock()
         """Held for a whole harvest, so that each caller sees all earlier counts."""
         self._grown_lock = Lock()
-        self._grown_from: dict[tuple[str, int], int] = {}
-        self._grown_to: dict[tuple[str, int], int] = {}
-        """By (topic, queue id). Messages between `_grown_from` and `_grown_to` are not counted yet."""
+        self._grown_by: dict[tuple[str, int], tuple[int, int]] = {}
+        """Bounds of the messages that are not counted yet, by (topic, queue id)."""
         self._rest_ns: dict[QueueKey, int] = {}
         """Time that reads took beyond whole milliseconds."""
         self._put_rest_ns: dict[tuple[str, int], int] = {}
@@ -185,16 +184,11 @@ class Metrics(BackgroundService):
         self.harvest()
         return self._statistics.run_once(now_ms)
 
-    def close(self) -> None:
-        if self._grown in self._store.on_growth:
-            self._store.on_growth.remove(self._grown)
-
     def _grown(self, topic: str, queue_id: int, begin: int, end: int) -> None:
         """Note that a queue grew. `store.on_growth` calls this in the dispatching thread."""
         key = (topic, queue_id)
         with self._grown_lock:
-            self._grown_from.setdefault(key, begin)
-            self._grown_to[key] = end
+            self._grown_by[key] = self._grown_by.get(key, (begin, end))[0], end
 
     # -- counting ---------------------------------------------------------------------------------------------------
 
@@ -223,11 +217,10 @@ class Metrics(BackgroundService):
 
     def _puts(self) -> Iterator[_Item]:
         with self._grown_lock:
-            begins, self._grown_from = self._grown_from, {}
-            ends, self._grown_to = self._grown_to, {}
+            grown, self._grown_by = self._grown_by, {}
         by_topic: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-        for (topic, queue_id), begin in begins.items():
-            messages, size = self._came(topic, queue_id, begin, ends[topic, queue_id])
+        for (topic, queue_id), (begin, end) in grown.items():
+            messages, size = self._came(topic, queue_id, begin, end)
             of_topic = by_topic[topic]
             of_topic[0] += messages
             of_topic[1] += size

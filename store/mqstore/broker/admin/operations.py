@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,10 +20,10 @@ from mqstore.broker.admin.inspect import QueueLag, delay_levels, group_names, ti
 from mqstore.broker.admin.offline import Offline, look, offline
 from mqstore.broker.context import Tables
 from mqstore.broker.filters import sql92
-from mqstore.broker.names import DLQ_PREFIX, is_dlq_topic, pop_retry_topic, retry_topic
+from mqstore.broker.names import is_dlq_topic, pop_retry_topic, retry_topic
 from mqstore.broker.pop.orderinfo import BlockedQueue
 from mqstore.broker.reading import Reads, Start
-from mqstore.broker.redelivery.dead_letters import DeadLetters, Replay, letter_origin
+from mqstore.broker.redelivery.dead_letters import DeadLetters, Replay, letter_origin, letters_of
 from mqstore.broker.tables.groups import GroupConfig, RetryPolicy, default_retry
 from mqstore.broker.tables.topics import TopicConfig
 from mqstore.errors import ConfigError, GroupNotFoundError, ReadOnlyStoreError
@@ -316,12 +316,6 @@ def _checking(dry_run: bool) -> suppress:
 
 
 # -- dead letters ------------------------------------------------------------------------------------------------------
-
-
-def letters_of(tables: Tables) -> Iterator[DeadLetters]:
-    """Yield the dead letters of each group that has some, by group."""
-    topics = sorted(filter(is_dlq_topic, tables.store.topics()))
-    return (DeadLetters(tables, topic.removeprefix(DLQ_PREFIX)) for topic in topics)
 
 
 def letter_groups(tables: Tables) -> set[str]:

@@ -76,14 +76,6 @@ class StatisticsSnapshot:
         return self.totals.get((name, key), _NOTHING).value
 
 
-class _Round(NamedTuple):
-    """Changes between two samples."""
-
-    start_ms: int
-    end_ms: int
-    changes: dict[CounterKey, Total]
-
-
 class _Window:
     """The samples of one length of time. Times are monotonic."""
 
@@ -95,7 +87,8 @@ class _Window:
         self.due_ms = now_ms + period_ms
         self.last: dict[CounterKey, tuple[int, int]] = {}
         """Totals of the last sample."""
-        self._rounds: deque[_Round] = deque(maxlen=samples - 1)  # one between each two samples
+        self._rounds: deque[tuple[int, dict[CounterKey, Total]]] = deque(maxlen=samples - 1)
+        """Time of a sample, and the changes from it to the next."""
 
     def sample(self, totals: dict[CounterKey, tuple[int, int]], now_ms: int) -> None:
         # A total is replaced when it changes, never altered: the same object means the same numbers.
@@ -104,19 +97,19 @@ class _Window:
             for key, total in totals.items()
             if (before := self.last.get(key, _NOTHING)) is not total
         }
-        self._rounds.append(_Round(self.sampled_ms, now_ms, changes))
+        self._rounds.append((self.sampled_ms, changes))
         self.last = totals
         self.sampled_ms = now_ms
         self.due_ms = now_ms + self.period_ms
 
     def span_ms(self) -> int:
-        return self.sampled_ms - self._rounds[0].start_ms if self._rounds else 0
+        return self.sampled_ms - self._rounds[0][0] if self._rounds else 0
 
     def rates(self) -> Mapping[CounterKey, Rate]:
         span_ms = self.span_ms()
         sums: dict[CounterKey, Rate] = {}
-        for round_ in self._rounds:
-            for key, change in round_.changes.items():
+        for _, changes in self._rounds:
+            for key, change in changes.items():
                 value, times, _ = sums.get(key, (0, 0, 0))
                 sums[key] = Rate(value + change.value, times + change.times, span_ms)
         return MappingProxyType(sums)

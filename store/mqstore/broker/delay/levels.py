@@ -552,9 +552,6 @@ class DelayService(Roller):
     def persist(self) -> None:
         self.save(self._clock.now_ms())
 
-    def close(self) -> None:
-        self._store.on_growth.remove(self._on_growth)
-
 
 def check_delay_offsets(value: Mapping[str, Any]) -> None:
     """Raise ValueError if `value` does not have the shape of the progress file."""

@@ -172,7 +172,11 @@ def delay_route(
     """Return the topic, queue id and properties with which a message waits, or None if it does not wait.
 
     It waits in one of `levels` levels or in the timer topic. A level that is not a number is ignored. `now_ms` is only
-    called if the time matters, as it does for few records. Raises the errors of `timer_route`.
+    called if the time matters, as it does for few records.
+
+    In the timer topic TIMER_DELIVER_MS is its due time. It gets a UNIQ_KEY if it has none, since a recall needs it.
+    Raises InvalidMessageError (field "properties") for a time that is not a number, negative, or more than
+    `max_delay_ms` ahead, and for a cancellation that is too late.
 
     >>> delay_route("orders", 0, {"DELAY": "99"}, lambda: 0, levels=18, max_delay_ms=0)
     ('SCHEDULE_TOPIC_XXXX', 17, {'DELAY': '18', 'REAL_TOPIC': 'orders', 'REAL_QID': '0'})
@@ -182,34 +186,19 @@ def delay_route(
         stored = {name: value for name, value in properties.items() if name not in TIMER_NAMES}
         stored |= {DELAY: str(level), REAL_TOPIC: topic, REAL_QID: str(queue_id)}
         return SCHEDULE_TOPIC, level - 1, stored
-    if TIMER_NAMES.isdisjoint(properties):
+    if TIMER_NAMES.isdisjoint(properties) or topic == TIMER_TOPIC or TIMER_OUT_MS in properties:
         return None
-    return timer_route(topic, queue_id, properties, now_ms(), max_delay_ms=max_delay_ms)
-
-
-def timer_route(
-    topic: str, queue_id: int, properties: Mapping[str, str], now_ms: int, *, max_delay_ms: int
-) -> tuple[str, int, dict[str, str]] | None:
-    """Return the timer topic, its queue id and the properties with which a message waits, or None.
-
-    TIMER_DELIVER_MS is its due time. A waiting message gets a UNIQ_KEY if it has none, since a recall needs it. Raises
-    InvalidMessageError (field "properties") for a time that is not a number, negative, or more than `max_delay_ms`
-    ahead, and for a cancellation that is too late.
-    """
-    if topic == TIMER_TOPIC or TIMER_OUT_MS in properties or (number(properties.get(DELAY)) or 0) > 0:
-        return None
-    deliver_ms = _deliver_ms(properties, now_ms)
-    if deliver_ms is None:
-        return None
-    if deliver_ms <= now_ms:
+    given_ms = now_ms()
+    deliver_ms = _deliver_ms(properties, given_ms)
+    if deliver_ms <= given_ms:
         if TIMER_DEL_UNIQKEY in properties:
             raise InvalidMessageError(
                 f"too late to cancel {properties[TIMER_DEL_UNIQKEY][:80]!r}: it was due at {deliver_ms}", "properties"
             )
         return None
-    if deliver_ms - now_ms > max_delay_ms:
+    if deliver_ms - given_ms > max_delay_ms:
         raise InvalidMessageError(
-            f"delay of {deliver_ms - now_ms} ms exceeds max_delay, {max_delay_ms} ms", "properties"
+            f"delay of {deliver_ms - given_ms} ms exceeds max_delay, {max_delay_ms} ms", "properties"
         )
     stored = {name: value for name, value in properties.items() if name not in _RELATIVE_NAMES}
     stored[TIMER_DELIVER_MS] = str(deliver_ms)
@@ -221,20 +210,15 @@ def timer_route(
     return TIMER_TOPIC, 0, stored
 
 
-def _deliver_ms(properties: Mapping[str, str], now_ms: int) -> int | None:
-    for name, unit_ms, origin_ms in (
-        (TIMER_DELAY_SEC, 1000, now_ms),
-        (TIMER_DELAY_MS, 1, now_ms),
-        (TIMER_DELIVER_MS, 1, 0),
-    ):
-        text = properties.get(name)
-        if text is None:
-            continue
-        value = number(text)
-        if value is None or value < 0:
-            raise InvalidMessageError(f"property {name} must be a number from 0, got {text[:40]!r}", "properties")
-        return origin_ms + value * unit_ms
-    return None
+def _deliver_ms(properties: Mapping[str, str], now_ms: int) -> int:
+    ways = ((TIMER_DELAY_SEC, 1000, now_ms), (TIMER_DELAY_MS, 1, now_ms), (TIMER_DELIVER_MS, 1, 0))
+    name, unit_ms, origin_ms = next(way for way in ways if way[0] in properties)
+    value = number(properties[name])
+    if value is None or value < 0:
+        raise InvalidMessageError(
+            f"property {name} must be a number from 0, got {properties[name][:40]!r}", "properties"
+        )
+    return origin_ms + value * unit_ms
 
 
 def due_of(properties: Mapping[str, str]) -> int:

@@ -46,13 +46,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from mqstore.broker.context import Parts
-from mqstore.broker.delay.route import (
-    PRECISION_MS,
-    due_of,
-    number,
-    placement,
-    slot_of,
-)
+from mqstore.broker.delay.route import PRECISION_MS, due_of, number, placement, slot_of
 from mqstore.broker.delay.timercheck import JavaPlaces, JavaProgress, Progress, TimerCheck
 from mqstore.broker.delay.timerfiles import (
     CANCELS,
@@ -174,7 +168,6 @@ class TimerService(TimerQueries):
 
     def close(self) -> None:
         with self._lock:
-            self._store.on_growth.remove(self._grown)
             self._begun = False
             self._units.wheel.close()
             self._log.close()

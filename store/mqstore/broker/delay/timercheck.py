@@ -114,7 +114,10 @@ class TimerCheck:
         page = bytearray(self._page)
         p = progress
         _JAVA.pack_into(page, 0, p.read_ms, p.log_end, p.queue_offset, p.queue_offset, 0, now_ms, counter)
-        _encode_extension(page, _EXTENSION_AT[counter % 2], counter, progress)
+        at = _EXTENSION_AT[counter % 2]
+        _EXTENSION.pack_into(page, at, _EXTENSION_MAGIC, _EXTENSION_VERSION, counter, *progress)
+        end = at + _EXTENSION.size
+        _CRC.pack_into(page, end, crc32c(bytes(page[at:end])))
         fs = self._fs
         if not self._known:
             fs.mkdir(self._path.parent, exist_ok=True)
@@ -133,12 +136,6 @@ class TimerCheck:
             self._known = True
         self._page = page
         self._counter = counter
-
-
-def _encode_extension(page: bytearray, at: int, counter: int, progress: Progress) -> None:
-    _EXTENSION.pack_into(page, at, _EXTENSION_MAGIC, _EXTENSION_VERSION, counter, *progress)
-    end = at + _EXTENSION.size
-    _CRC.pack_into(page, end, crc32c(bytes(page[at:end])))
 
 
 def decode_extension(page: bytearray, at: int) -> tuple[int, Progress] | None:

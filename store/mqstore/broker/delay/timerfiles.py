@@ -151,7 +151,8 @@ class TimerLog:
         self._per_segment = (segment_bytes - _BLANK.size) // UNIT_BYTES
         if self._per_segment < 1:
             raise ValueError(f"a timer log segment of {segment_bytes} bytes is too small for a unit")
-        self._written = 0
+        self.written = 0
+        """End of the durable units."""
         self._buffer = bytearray()
         self._failed: OSError | None = None
         self.end = 0
@@ -166,7 +167,7 @@ class TimerLog:
         run = self._run
         run.load()
         size = run.segment_bytes
-        self.end = self._written = end
+        self.end = self.written = end
         if not 0 <= low <= end:
             raise TimerFilesDamaged(f"timer log: invalid bounds, {low} to {end}")
         if isinstance(run, SegmentWriter):
@@ -192,7 +193,7 @@ class TimerLog:
         With `keep` the files stay until they are dropped."""
         self._run.load()
         size = self._run.segment_bytes
-        self.end = self._written = -(-max(self.end, self._run.end) // size) * size
+        self.end = self.written = -(-max(self.end, self._run.end) // size) * size
         self._buffer.clear()
         if not keep:
             self._writer.drop_from(0)
@@ -214,8 +215,8 @@ class TimerLog:
 
     def unit(self, position: int) -> TimerUnit:
         """Return the unit at `position`. Raises TimerFilesDamaged if it is missing or damaged."""
-        if position >= self._written:
-            at = position - self._written
+        if position >= self.written:
+            at = position - self.written
             data = bytes(self._buffer[at : at + UNIT_BYTES])
         else:
             segment = self._run.find(position) if position >= 0 else None
@@ -246,11 +247,11 @@ class TimerLog:
         at, end = self._ordinal(low), self._ordinal(self.end)
         for first in range(bisect_left(range(end), physical_offset, at, key=self._offset_of), end, _UNITS_READ):
             positions = [self._nth(ordinal) for ordinal in range(first, min(end, first + _UNITS_READ))]
-            count = bisect_left(positions, self._written)
+            count = bisect_left(positions, self.written)
             if count:
                 yield from self.scan(positions[0], positions[count - 1] + UNIT_BYTES, verified=False)
             if rest := positions[count:]:
-                starts = [position - self._written for position in rest]
+                starts = [position - self.written for position in rest]
                 data = b"".join(self._buffer[start : start + UNIT_BYTES] for start in starts)
                 yield np.array(rest, np.int64), np.frombuffer(data, unit_dtype())
 
@@ -263,11 +264,6 @@ class TimerLog:
         segment, at = divmod(ordinal, self._per_segment)
         return segment * self._run.segment_bytes + at * UNIT_BYTES
 
-    @property
-    def written(self) -> int:
-        """End of the durable units."""
-        return self._written
-
     def scan(
         self, low: int, stop: int | None = None, *, verified: bool
     ) -> Iterator[tuple[np.NDArray[np.int64], np.NDArray[np.void]]]:
@@ -275,7 +271,7 @@ class TimerLog:
         Ends at `stop`, or at the end of the log if it is None. All units must be written. With `verified` each is
         checked, and TimerFilesDamaged is raised for the first bad one."""
         end = self.end if stop is None else stop
-        assert end <= self._written, "write first"
+        assert end <= self.written, "write first"
         size = self._run.segment_bytes
         for start in range(low - low % size, end, size):
             segment = self._run.find(start)
@@ -305,21 +301,21 @@ class TimerLog:
         if not self._buffer:
             return
         run, size = self._writer, self._run.segment_bytes
-        data, at = bytes(self._buffer), self._written
+        data, at = bytes(self._buffer), self.written
         while at < self.end:
             if run.find(at) is None:
                 run.create(at - at % size)
             stop = min(self.end, at - at % size + size)
-            run.write(at, data[at - self._written : stop - self._written])
+            run.write(at, data[at - self.written : stop - self.written])
             at = stop
         try:
-            run.sync(self._written, self.end)
+            run.sync(self.written, self.end)
         except SyncNotBegunError:
             raise
         except OSError as error:
             self._failed = error
             raise
-        self._written = self.end
+        self.written = self.end
         self._buffer.clear()
 
     def drop_before(self, low: int) -> None:

@@ -25,15 +25,7 @@ from typing import Any, Unpack
 from mqstore.broker.context import Parts
 from mqstore.broker.delay.timerqueries import TimerQueries
 from mqstore.broker.items.state import Item, Items, State, check_state, status_of, unsettled
-from mqstore.broker.names import (
-    KEPT_NAMES,
-    SCHEDULE_TOPIC,
-    TIMER_TOPIC,
-    QueueKey,
-    dlq_topic,
-    retry_topics,
-    unique_word,
-)
+from mqstore.broker.names import KEPT_NAMES, SCHEDULE_TOPIC, TIMER_TOPIC, QueueKey, dlq_topic, retry_topics, unique_word
 from mqstore.broker.pop.batch import Claim
 from mqstore.broker.pop.ordered import OrderedQueues
 from mqstore.broker.pop.request import Delivery

@@ -94,9 +94,6 @@ class PopKeeper:
                 times.append(self._save_due_ms)
         return min(times, default=None)
 
-    def close(self) -> None:
-        self._store.on_growth.remove(self._on_growth)
-
     def persist(self) -> None:
         self._advance()
         if self._tables.order_version != self._saved_version:

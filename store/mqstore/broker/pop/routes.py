@@ -126,12 +126,6 @@ class Routes:
         """Return True if the group popped the topic in order, or has counted attempts of its messages."""
         return any(key[:2] == (group, topic) for key in self._tables.orders.records())
 
-    def close(self) -> None:
-        """Remove the listeners from the topic and group tables."""
-        self._topics.on_change.remove(self._topic_changed)
-        self._groups.on_change.remove(self._group_changed)
-        self._topics.in_order.remove(self._in_order)
-
 
 def _by_priority(ranks: list[Rank]) -> list[Rank]:
     return sorted(ranks, key=lambda rank: -rank.state.key.queue_id)

@@ -548,8 +548,6 @@ class PopService(BackgroundService):
         self._keeper.persist()
 
     def close(self) -> None:
-        self._keeper.close()
-        self._routes.close()
         self.tables.journal.close()
 
     def pins(self) -> Iterable[Pin]:

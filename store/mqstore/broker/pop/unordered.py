@@ -27,14 +27,7 @@ from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.redelivery.attempt_journal import PROCESS_ENDED
 from mqstore.errors import InvalidMessageError
-from mqstore.layout.properties import (
-    DELAY,
-    FIRST_POP_TIME,
-    NAME_END,
-    PAIR_END,
-    TIMER_DELIVER_MS,
-    encode_properties,
-)
+from mqstore.layout.properties import DELAY, FIRST_POP_TIME, NAME_END, PAIR_END, TIMER_DELIVER_MS, encode_properties
 from mqstore.log.message import Message, stored_bytes
 from mqstore.log.writing.outgoing import Copy
 from mqstore.native import kernel
@@ -114,10 +107,7 @@ class UnorderedQueues:
         start = messages[0].offset
         offsets = (start,) if count == 1 else [message.offset for message in messages]
         batch = self._tables.log_batch(
-            *(state, offsets, pop_time_ms, invisible_ms, state.cursor),
-            local=request.local,
-            noted=noted,
-            before=before,
+            *(state, offsets, pop_time_ms, invisible_ms, state.cursor), local=request.local, noted=noted, before=before
         )
         state.add(batch, offsets)
         state.pops += 1

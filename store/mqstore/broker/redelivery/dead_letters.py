@@ -44,7 +44,7 @@ from mqstore.broker.names import (
     retry_topic,
 )
 from mqstore.broker.selection import RoundRobin, group_queue
-from mqstore.broker.service import BackgroundService, Wake
+from mqstore.broker.service import BackgroundService
 from mqstore.broker.tables.offsets import after_sent
 from mqstore.broker.tables.topics import TopicConfig
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, ReadOnlyStoreError
@@ -334,6 +334,12 @@ class DeadLetters:
         return count
 
 
+def letters_of(tables: Tables) -> Iterator[DeadLetters]:
+    """Yield the dead letters of each group that has some, by group."""
+    topics = sorted(filter(is_dlq_topic, tables.store.topics()))
+    return (DeadLetters(tables, topic.removeprefix(DLQ_PREFIX)) for topic in topics)
+
+
 def letter_origin(letter: Message) -> str | None:
     """Return the topic that a dead letter was first sent to, if it is known.
     Dead letters of RocketMQ have only RETRY_TOPIC (delivery#x26)."""
@@ -360,7 +366,7 @@ def _checked_offset(offset: object) -> int:
 class DeadLetterExpiry(BackgroundService):
     """Service that removes dead letters older than `dlq_retention`, so that they do not keep segments for ever."""
 
-    def __init__(self, parts: Parts, wake: Wake) -> None:
+    def __init__(self, parts: Parts) -> None:
         age = parts.config.dlq_retention
         self._age_ms = None if age is None else milliseconds(age, "dlq_retention")
         self._parts = parts
@@ -371,20 +377,18 @@ class DeadLetterExpiry(BackgroundService):
             return None
         # A dead letter stored from now on is not due before this time.
         due_ms = now_ms + self._age_ms
-        for topic in self._parts.store.topics():
-            if is_dlq_topic(topic):
-                due_ms = min(due_ms, self._expire(topic[len(DLQ_PREFIX) :], now_ms))
+        for letters in letters_of(self._parts):
+            due_ms = min(due_ms, self._expire(letters, now_ms))
         return max(due_ms, now_ms + _LOOK_MIN_MS)
 
-    def _expire(self, group: str, now_ms: int) -> int:
+    def _expire(self, letters: DeadLetters, now_ms: int) -> int:
         """Expire due dead letters of one group. Return the time at which the next one is due."""
         assert self._age_ms is not None
-        letters = DeadLetters(self._parts, group)
         count = letters.purge(before_ms=now_ms - self._age_ms + 1)
         if count:
-            self._parts.statistics.add("DLQ_EXPIRED_NUMS", f"{letters.topic}@{group}", count)
+            self._parts.statistics.add("DLQ_EXPIRED_NUMS", f"{letters.topic}@{letters.group}", count)
             _log.warning("%s: %d dead letters of group %r have expired after %d days (dlq_retention); the oldest "
-                         "remaining one is at offset %d", self._parts.store.path, count, group,
+                         "remaining one is at offset %d", self._parts.store.path, count, letters.group,
                          self._age_ms // 86_400_000, letters.bounds[0])  # fmt: skip
         oldest = next(iter(letters), None)
         return now_ms + self._age_ms if oldest is None else oldest.store_timestamp_ms + self._age_ms

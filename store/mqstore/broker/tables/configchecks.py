@@ -16,7 +16,7 @@ from mqstore.broker.delay.levels import check_delay_offsets
 from mqstore.broker.pop.orderinfo import check_order_info
 from mqstore.broker.tables.groups import check_groups
 from mqstore.broker.tables.localoffsets import LOCAL_OFFSETS, check_local_offsets
-from mqstore.broker.tables.locklist import check_lock_list
+from mqstore.broker.tables.locks import check_lock_list
 from mqstore.broker.tables.offsets import check_offsets
 from mqstore.broker.tables.requestmodes import check_request_modes
 from mqstore.broker.tables.topics import check_topics
