@@ -412,13 +412,8 @@ class Queue(QueueItems[T]):
         return (self._topic, None), (self._retries, None)
 
     def _when_ready(self, callback: Callable[[], object]) -> Wait:
-        """Call `callback()` once, when another `get(block=False)` may find an item, or the queue is shut.
-        This is for callers that wait without a thread, such as an event loop.
-
-        It is called during a `put`, by the store's own thread, by `shutdown`, or by this method. So it must pass the
-        news on (`loop.call_soon_threadsafe`) and return, without use of the store. After the call, get or call `cancel`
-        on the returned object, because the broker calls one receiver for each item.
-        """
+        """Call `callback()` once, under the rules of `Waits.add`, when another `get(block=False)` may find an item.
+        It is also called when the queue is shut. Then get, or call `cancel` of the result."""
         generation = self._waits.generation
         return self._waits.add(self._topics(), callback, -1 if self._shut else generation)
 

@@ -24,7 +24,7 @@ from mqstore.client import delivery, simpleconsumer
 from mqstore.client.codecs import T
 from mqstore.client.delivery import release
 from mqstore.client.pull import consumer as pullconsumer
-from mqstore.errors import MQStoreError, StoreClosedError
+from mqstore.errors import MQStoreError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.options import Duration
@@ -134,17 +134,7 @@ class _Consumer(Receiver[S]):
         self, receive: Callable[[], list[R]], wait_s: float | None, undo: Callable[[list[R]], object]
     ) -> list[R]:
         """Return the messages that `receive` finds within `wait_s`, or nothing if the consumer is closed meanwhile."""
-        was_closed = self.closed
-
-        def look() -> list[R] | None:
-            try:
-                return receive() or ([] if self.closed else None)
-            except StoreClosedError:
-                if was_closed or not self.closed:
-                    raise
-                return []
-
-        return await self._look(look, wait_s, undo)
+        return await self._look(lambda: receive() or ([] if self.closed else None), wait_s, undo)
 
 
 class SimpleConsumer(_Consumer[simpleconsumer.SimpleConsumer]):
@@ -162,7 +152,7 @@ class SimpleConsumer(_Consumer[simpleconsumer.SimpleConsumer]):
     @like(simpleconsumer.SimpleConsumer.receive)
     async def receive(self, max_messages: int = 1, *, wait: Duration = 20, **options: Any) -> list[Delivery]:
         """If cancelled, it has received nothing, and another receiver is called."""
-        receive = partial(self.sync.receive, max_messages, wait=0, **options)
+        receive = partial(self.sync._receive, *self.sync._asked(max_messages, **options), 0)
         return [Delivery(self._bridge, each) for each in await self._received(receive, limit(wait), undo=release)]
 
     def __aiter__(self) -> SimpleConsumer:
@@ -200,7 +190,8 @@ class PullConsumer(_Consumer[pullconsumer.PullConsumer]):
     @like(pullconsumer.PullConsumer.poll)
     async def poll(self, timeout: Duration | None = 5.0, max_messages: int | None = None) -> list[Message]:
         """If cancelled, it has returned nothing."""
-        return await self._received(partial(self.sync.poll, 0, max_messages), limit(timeout), undo=self._unread)
+        count = self.sync._asked(max_messages)
+        return await self._received(partial(self.sync._take, 0, count, count), limit(timeout), undo=self._unread)
 
     def __aiter__(self) -> PullConsumer:
         """Yield messages one at a time, waiting for ever, until the consumer is closed.

@@ -173,21 +173,24 @@ class SimpleConsumer(Closing):
         GroupInUseError, SubscriptionConflictError, StoreFullError, and StoreClosedError if this consumer or the store
         was closed before. Then nothing was received.
         """
+        return self._receive(*self._asked(max_messages, visibility), seconds(wait, "wait"))
+
+    def _asked(self, max_messages: int, visibility: Duration | None = None) -> tuple[int, float]:
+        """Return count and seconds of a `receive` that begins now, for `mqstore.aio`, too."""
         check_whole("max_messages", max_messages, 1)
         visibility_s = self._visibility_s if visibility is None else visibility_seconds(visibility)
-        wait_s = seconds(wait, "wait")
         self._source.check_open()
-        return self._receive(max_messages, wait_s, visibility_s)
+        return max_messages, visibility_s
 
-    def _receive(self, count: int, wait_s: float, visibility_s: float) -> list[Delivery]:
+    def _receive(self, count: int, visibility_s: float, wait_s: float) -> list[Delivery]:
         try:
-            return self._looked_for(count, wait_s, visibility_s)
+            return self._looked_for(count, visibility_s, wait_s)
         except StoreClosedError:
             if not self._source.closed:
                 raise
             return []  # a call that was on its way to a server when the store closed this consumer and the connection
 
-    def _looked_for(self, count: int, wait_s: float, visibility_s: float) -> list[Delivery]:
+    def _looked_for(self, count: int, visibility_s: float, wait_s: float) -> list[Delivery]:
         source, waits = self._source, self._source.waits
         end_s = time.monotonic() + wait_s
         ticket = waits.next_turn()
@@ -227,18 +230,11 @@ class SimpleConsumer(Closing):
     def __iter__(self) -> Iterator[Delivery]:
         """Yield deliveries one at a time, waiting for ever, until the consumer is closed."""
         while not self._source.closed:
-            yield from self._receive(1, math.inf, self._visibility_s)
+            yield from self._receive(1, self._visibility_s, math.inf)
 
     def _when_ready(self, callback: Callable[[], object]) -> Wait:
-        """Call `callback()` once, when another `receive(wait=0)` may find messages or raise an error.
-        This is for callers that wait without a thread, such as an event loop.
-
-        It is called during a `put`, by the store's own thread, by a call that subscribes or closes, or by this method.
-        So it must pass the news on (`loop.call_soon_threadsafe`) and return, without use of the store. After the call,
-        receive or call `cancel` on the returned object, because the broker calls one receiver for each message. Look
-        first, then register, then look again only when called. Messages that come in between cause a call. Raises the
-        errors of `receive`.
-        """
+        """Call `callback()` once, under the rules of `Waits.add`, when another `receive(wait=0)` may find messages.
+        It is also called when that may raise an error. Then receive, or call `cancel` of the result."""
         waits = self._source.waits
         generation = waits.generation
         topics = self._source.topics()

@@ -237,10 +237,15 @@ class PullConsumer:
         GroupInUseError if the group is consumed otherwise, or has a member of this name. Passes on errors of
         `on_assign` and `on_revoke`, StoreClosedError, and errors of a read, which the next poll repeats.
         """
+        count = self._asked(max_messages)
+        return self._take(math.inf if timeout is None else seconds(timeout, "timeout"), count, count)
+
+    def _asked(self, max_messages: int | None) -> int:
+        """Return the limit of a `poll` that begins now, for `mqstore.aio`, too."""
         count = self.fetch_max if max_messages is None else check_whole("max_messages", max_messages, 1)
         with self._lock:
             self._check_open()
-        return self._take(math.inf if timeout is None else seconds(timeout, "timeout"), count, count)
+        return count
 
     def __iter__(self) -> Iterator[Message]:
         """Yield messages one at a time, waiting for ever, until the consumer is closed.
@@ -293,14 +298,7 @@ class PullConsumer:
     # -- waiting ----------------------------------------------------------------------------------------------------
 
     def _when_ready(self, callback: Callable[[], object]) -> Ready:
-        """Call `callback()` once, when `poll(timeout=0)` may find messages or other work.
-        This is for callers that wait without a thread, such as an event loop.
-
-        The store's housekeeper calls it, or the thread that brought the news, or this method itself. It must be quick:
-        let it pass the news on (`loop.call_soon_threadsafe`) and return. Poll first, then register, then poll when
-        called. Messages that come in between cause a call, too. Raises StoreBusyError with 100 000 waiting, and
-        StoreClosedError.
-        """
+        """Call `callback()` once, under the rules of `Waits.add`, when `poll(timeout=0)` may find messages or work."""
         with self._lock:
             self._check_open()
             return self._park(callback, self._ms_to_duty())
