@@ -78,7 +78,7 @@ class ConcurrentService(ChunkRunner[_Chunk]):
             if ended and limit is not None and times >= limit:
                 last = shown(message, message.topic, times - 1)
                 self._handling.has_handled(last, [last])
-                self._give_up(queue, last, PROCESS_ENDED, 0.0, delay_level=-1)
+                self._send_back(queue, last, Failure("reject", PROCESS_ENDED), 0.0, again_here=False)
             else:
                 live.append(shown(message, message.topic, times))
         return live
@@ -110,7 +110,7 @@ class ConcurrentService(ChunkRunner[_Chunk]):
         if chunk.queue.retries:
             return self.failed(chunk, messages, Failure("retry", "nobody subscribes to its topic any more"), 0.0)
         chunk.items.extendleft(reversed(messages))
-        self._later(chunk, NOBODY_AGAIN_MS)
+        self._workers.later(NOBODY_AGAIN_MS, partial(self.submit, chunk))
         return False
 
     def broke(self, chunk: _Chunk, error: Exception) -> None:
@@ -121,12 +121,17 @@ class ConcurrentService(ChunkRunner[_Chunk]):
         queue = chunk.queue
         self._workers.later(NOBODY_AGAIN_MS, lambda: self.assignment.begin_again(queue, queue.position()))
 
-    def _later(self, chunk: _Chunk, delay_ms: int) -> None:
-        self._workers.later(delay_ms, partial(self.submit, chunk))
-
     # -- failed messages --------------------------------------------------------------------------------------------
 
-    def failed(self, chunk: _Chunk, messages: Sequence[Message], failure: Failure, each_ms: float) -> bool:
+    def failed(
+        self,
+        chunk: _Chunk,
+        messages: Sequence[Message],
+        failure: Failure,
+        each_ms: float,
+        *,
+        again_here: bool = True,
+    ) -> bool:
         """Send the messages back, or pass over them."""
         for message in messages:
             if self._context.broadcasting:
@@ -134,11 +139,16 @@ class ConcurrentService(ChunkRunner[_Chunk]):
                 self._handling.log.say(logging.WARNING, what, at=message)
                 self._end(chunk.queue, message, "dlq", each_ms)
             else:
-                self._send_back(chunk.queue, message, failure, each_ms)
+                self._send_back(chunk.queue, message, failure, each_ms, again_here=again_here)
         return True
 
-    def _send_back(self, queue: ProcessQueue, message: Message, failure: Failure, took_ms: float) -> None:
-        if not queue.contains(message):  # it has timed out, and was sent back then
+    def _send_back(
+        self, queue: ProcessQueue, message: Message, failure: Failure, took_ms: float, *, again_here: bool = True
+    ) -> None:
+        """Send a message back and settle it, unless it was sent back before, as one whose handler hung.
+        If that fails, a handler has it again in 5 s. With `again_here` false no handler here may, and this repeats it:
+        the handler still hangs, or the last attempt ended with a process."""
+        if queue.dropped or not queue.contains(message):
             return
         try:
             outcome = self._go_back(message, failure)
@@ -146,8 +156,11 @@ class ConcurrentService(ChunkRunner[_Chunk]):
             return
         except Exception as error:
             # The message stays here and holds the position, so that it is not lost.
-            self._handling.report(error, "it failed and cannot be sent back, here again in 5 s", message)
-            self._later(_Chunk(queue, [message]), SEND_BACK_AGAIN_MS)
+            self._handling.report(error, "it cannot be sent back, again in 5 s", message)
+            again = partial(self._send_back, queue, message, failure, took_ms, again_here=False)
+            if again_here:
+                again = partial(self.submit, _Chunk(queue, [message]))
+            self._workers.later(SEND_BACK_AGAIN_MS, again)
             return
         self._end(queue, message, outcome, took_ms)
 
@@ -170,30 +183,7 @@ class ConcurrentService(ChunkRunner[_Chunk]):
         self._handling.settled([message], outcome, took_ms)
         self.assignment.settle(queue, [message])
 
-    # -- timeouts ---------------------------------------------------------------------------------------------------
-
     def overdue(self, chunk: _Chunk, messages: Sequence[Message]) -> None:
         """Send back messages that a handler has had for too long. Its result no longer counts."""
-        for message in messages:
-            if self._context.broadcasting:
-                self._end(chunk.queue, message, "dlq", self._context.timeout_ms)
-            else:
-                self._give_up(chunk.queue, message, "its handler hung", self._context.timeout_ms)
-
-    def _give_up(
-        self, queue: ProcessQueue, message: Message, reason: str, took_ms: float, delay_level: int = 0
-    ) -> None:
-        """Send back a message that no handler here may have again, and repeat that until it succeeds.
-        Its handler hangs, or its last attempt ended with a process."""
-        if queue.dropped or not queue.contains(message):
-            return
-        try:
-            outcome = self._file(message, reason, delay_level=delay_level)
-        except StoreClosedError:
-            return
-        except Exception as error:
-            self._handling.report(error, f"{reason}, and it cannot be sent back, again in 5 s", message)
-            again = partial(self._give_up, queue, message, reason, took_ms, delay_level)
-            self._workers.later(SEND_BACK_AGAIN_MS, again)
-            return
-        self._end(queue, message, outcome, took_ms)
+        hung = Failure("retry", "its handler hung")
+        self.failed(chunk, messages, hung, self._context.timeout_ms, again_here=False)
