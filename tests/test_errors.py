@@ -29,7 +29,8 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "StoreFullError": (errno.ENOSPC, "no space", "s/commitlog/0", "put"),
     "ReadOnlyStoreError": (errno.EROFS, "read only", "s/lock"),
 }
-CLASSES = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, MQStoreError)]
+PUBLIC = [getattr(errors, name) for name in errors.__all__]
+CLASSES = [each for each in PUBLIC if isinstance(each, type) and issubclass(each, MQStoreError)]
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)

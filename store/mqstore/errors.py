@@ -377,15 +377,19 @@ class UnsupportedStoreError(MQStoreError, OSError):
         self.requires = requires
 
 
-class StoreIOError(MQStoreError, OSError):
-    """The operating system refused an `operation` on `filename`. `errno` is its reason."""
+class _SystemError(MQStoreError, OSError):
+    _advice = ""
 
     def __init__(self, number: int, message: str, filename: str, operation: str) -> None:
         super().__init__(number, message, filename)
         self.operation = operation
 
     def __str__(self) -> str:
-        return f"{self.operation} failed on {self.filename}: {self.strerror}"
+        return f"{self.operation} failed on {self.filename}: {self.strerror}{self._advice}"
+
+
+class StoreIOError(_SystemError):
+    """The operating system refused an `operation` on `filename`. `errno` is its reason."""
 
 
 class MissingFileError(StoreIOError, FileNotFoundError):
@@ -445,18 +449,12 @@ class StoreBusyError(SendError):
     code = ResultCode.SYSTEM_BUSY
 
 
-class StoreFullError(SendError, OSError):
+class StoreFullError(SendError, _SystemError):
     """No space or quota is left (`errno` ENOSPC or EDQUOT). Nothing was written, except what `receipts` lists.
     Stored messages stay readable."""
 
     code = ResultCode.SERVICE_NOT_AVAILABLE
-
-    def __init__(self, number: int, message: str, filename: str, operation: str) -> None:
-        super().__init__(number, message, filename)
-        self.operation = operation
-
-    def __str__(self) -> str:
-        return f"{self.operation} failed on {self.filename}: {self.strerror}; free some space, then try again"
+    _advice = "; free some space, then try again"
 
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})

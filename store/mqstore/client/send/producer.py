@@ -414,10 +414,9 @@ class Producer(Closing):
             what = f"{len(failures)} submitted messages failed, the first"
             self._log.say(logging.WARNING, what, error=failures[0], like="submitted", times=len(failures))
 
-    def run_once(self, now_ms: int | None = None) -> int | None:
+    def run_once(self) -> int | None:
         """Write submitted messages that are due, for a store with its own clock.
         Return when to call again (wall ms), or None for the next `submit`."""
-        del now_ms  # lingering is measured in monotonic time
         due_ms = self._submitter.run_once()
         return None if due_ms is None else self._clock.now_ms() + due_ms
 
