@@ -24,7 +24,6 @@ _CONNECTED = (
     "producer",
     "pull_consumer",
     "pop_push",
-    "priority",
     "push_consumer",
     "queue",
     "queue_run",

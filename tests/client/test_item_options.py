@@ -18,12 +18,16 @@ def test_each_put_returns_the_receipt_of_its_item(doors: Doors, options: Any) ->
     queue = doors.queue(**options)
     receipts = [
         queue.put(b"0"),
-        queue.put(b"1", tag="t"),
-        queue.put_nowait(b"2", key="k"),
+        queue.put(b"1", tag="t", properties={"by": "web"}),
+        queue.put_nowait(b"2", key=("k", "l")),
         *queue.put_many([b"3", b"4"]),
     ]
     assert [receipt.offset for receipt in receipts] == [0, 1, 2, 3, 4]
-    assert [task.message.unique_key for task in queue.get_many(5)] == [receipt.id for receipt in receipts]
+    messages = [task.message for task in queue.get_many(5)]
+    assert [message.unique_key for message in messages] == [receipt.id for receipt in receipts]
+    assert [message.tag for message in messages] == [None, "t", None, None, None]
+    assert [message.keys for message in messages] == [(), (), ("k", "l"), (), ()]
+    assert [message.properties for message in messages] == [{}, {"by": "web"}, {}, {}, {}]
 
 
 def test_id_of_a_delayed_item_is_that_of_its_delivery(doors: Doors) -> None:

@@ -159,6 +159,17 @@ def test_first_one_of_many_threads_is_stored(store: Store) -> None:
     assert queue.qsize() == 5
 
 
+def test_processes_that_share_a_directory_agree(tmp_path: Path) -> None:
+    with mqstore.open(tmp_path, shared=True) as one, mqstore.open(tmp_path, shared=True) as two:
+        first, second = (store.queue("jobs", codec=mqstore.TEXT) for store in (one, two))
+        assert first.put("a", unique="n").id == second.put("b", unique="n").id
+        first.put("c", delay=60)
+        assert second.purge("delayed") == 1
+        assert first.purge() == 1
+        assert set(second.counts().values()) == {0}
+        assert second.put("b", unique="n").id == first.put("a", unique="n").id
+
+
 def test_retention_keeps_names_for_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Story: the log was deleted after a minute, and with it the name that counts for an hour."""
     config: Any = {"segment_bytes": 4096, "retention": mqstore.Retention(age=60)}

@@ -1,44 +1,29 @@
-"""Priorities of a queue, and tasks that are given back. `tests/crash/test_items_kill.py` has random runs."""
+"""Priorities of a queue, and tasks that are given back, by each door. Random runs: tests/crash/test_items_kill.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import mqstore
-import mqstore.aio
-from mqstore import Queue, RetryPolicy
+from mqstore import RetryPolicy
 from mqstore.errors import ConfigError, ReceiptExpiredError
-from tests.client import popsupport
 from tests.client.doors import Doors
+from tests.client.popsupport import BOTH
 from tests.client.support import ended, in_thread, parked, until
 
 
-class Bench(popsupport.Bench):
-    def queue(self, **options: Any) -> Queue:
-        return self.store.queue("jobs", codec=mqstore.TEXT, **options)
-
-    def restart(self, how: str) -> None:
-        (self.kill if how == "kill" else self.store.close)()
-        self.open()
+def texts(doors: Doors, **options: Any) -> Any:
+    return doors.queue(codec=mqstore.TEXT, **options)
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "store")
-    yield bench
-    bench.store.close()
-
-
-def taken(queue: Queue) -> list[tuple[str, int]]:
+def taken(queue: Any) -> list[tuple[str, int]]:
     """Return (item, attempt) of all that is ready, and acknowledge it."""
     found = []
-    for task in queue:
-        with task:
-            found.append((task.value, task.attempt))
+    while tasks := queue.get_many(1):
+        tasks[0].ack()
+        found.append((tasks[0].value, tasks[0].attempt))
     return found
 
 
@@ -46,7 +31,7 @@ def taken(queue: Queue) -> list[tuple[str, int]]:
 
 
 def test_items_come_by_priority_and_then_in_order(doors: Doors) -> None:
-    queue = doors.queue(codec=mqstore.TEXT)
+    queue = texts(doors)
     for item, priority in (("d", 0), ("b", 5), ("a", 9), ("c", 5), ("e", None)):
         queue.put(item, priority=priority)
     queue.put_many("fg")
@@ -55,7 +40,7 @@ def test_items_come_by_priority_and_then_in_order(doors: Doors) -> None:
 
 
 def test_first_priority_overtakes_what_is_there(doors: Doors) -> None:
-    queue = doors.queue(codec=mqstore.TEXT)
+    queue = texts(doors)
     queue.put_many("bc")
     leased = queue.get(block=False)
     queue.put("a", priority=1)
@@ -64,16 +49,16 @@ def test_first_priority_overtakes_what_is_there(doors: Doors) -> None:
     assert queue.qsize() == 0
 
 
-def test_a_priority_that_is_none_is_refused_and_nothing_is_stored(bench: Bench) -> None:
-    queue = bench.queue()
+def test_a_priority_that_is_none_is_refused_and_nothing_is_stored(doors: Doors) -> None:
+    queue = texts(doors)
     with pytest.raises(ConfigError, match="priority is 0 to 9"):
         queue.put_many("x", priority=10)
     assert queue.empty()
-    assert bench.store.broker.topics.require("jobs").read_queues == 1
+    assert doors.store.broker.topics.require("jobs").read_queues == 1
 
 
-def test_an_ordered_queue_refuses_priorities(bench: Bench) -> None:
-    queue = bench.queue(ordered=True)
+def test_an_ordered_queue_refuses_priorities(doors: Doors) -> None:
+    queue = texts(doors, ordered=True)
     queue.put("a", priority=0)
     for put in (queue.put, queue.put_many):
         with pytest.raises(ConfigError, match="queue 'jobs' is ordered"):
@@ -81,74 +66,74 @@ def test_an_ordered_queue_refuses_priorities(bench: Bench) -> None:
     assert taken(queue) == [("a", 1)]
 
 
-def test_a_topic_whose_queues_are_no_priorities_is_refused(bench: Bench) -> None:
-    bench.store.create_topic("jobs", queues=4)
-    queue = bench.queue()
+def test_a_topic_whose_queues_are_no_priorities_is_refused(doors: Doors) -> None:
+    doors.store.create_topic("jobs", queues=4)
+    queue = texts(doors)
     with pytest.raises(ConfigError, match="'jobs' has 4 queues that are no priorities"):
         queue.put("a", priority=1)
-    bench.broker.topics.alter("jobs", message_type="PRIORITY")
+    doors.broker.topics.alter("jobs", message_type="PRIORITY")
     for priority in range(10):
         queue.put(str(priority), priority=priority)
     # As in RocketMQ 5.4 the last queue has all priorities above.
     assert [value for value, _ in taken(queue)] == list("3456789210")
 
 
-def test_topic_that_was_created_again_has_no_priorities(bench: Bench) -> None:
-    queue = bench.queue()
+def test_topic_that_was_created_again_has_no_priorities(doors: Doors) -> None:
+    queue = texts(doors)
     for item in "ab":
         queue.put(item, priority=9)
-    bench.broker.topics.delete("jobs", force=True)
-    bench.store.create_topic("jobs", queues=10)
+    doors.broker.topics.delete("jobs", force=True)
+    doors.store.create_topic("jobs", queues=10)
     with pytest.raises(ConfigError, match="'jobs' has 10 queues that are no priorities"):
         queue.put("c", priority=9)
 
 
-def test_items_that_no_longer_exist_leave_the_topic_its_priorities(bench: Bench) -> None:
-    queue = bench.queue()
+def test_items_that_no_longer_exist_leave_the_topic_its_priorities(doors: Doors) -> None:
+    queue = texts(doors)
     queue.put("a", priority=9)
     assert taken(queue) == [("a", 1)]
-    bench.restart("close")
-    queue = bench.queue()
+    doors.restart()
+    queue = texts(doors)
     queue.put("low")
     queue.put("high", priority=1)
     assert [value for value, _ in taken(queue)] == ["high", "low"]
 
 
-def test_retries_keep_their_priority_and_precede_lower_items(bench: Bench) -> None:
-    queue = bench.queue()
+def test_retries_keep_their_priority_and_precede_lower_items(doors: Doors) -> None:
+    queue = texts(doors)
     queue.put("low")
     queue.get().nack(delay=0)  # its retry topic has one queue now
-    bench.settle()
+    doors.settle()
     queue.put("high", priority=9)
     queue.get().nack(delay=5)
     queue.put("middle", priority=5)
-    bench.advance(5)
+    doors.advance(5)
     assert taken(queue) == [("high", 2), ("middle", 1), ("low", 2)]
 
 
-def test_a_delayed_item_keeps_its_priority(bench: Bench) -> None:
-    queue = bench.queue()
+def test_a_delayed_item_keeps_its_priority(doors: Doors) -> None:
+    queue = texts(doors)
     queue.put("later", delay=5, priority=7)
     queue.put("now", priority=6)
-    bench.advance(6)
+    doors.advance(6)
     queue.put("new", priority=7)
     assert [value for value, _ in taken(queue)] == ["later", "new", "now"]
 
 
-def test_peek_shows_the_highest_first(bench: Bench) -> None:
-    queue = bench.queue()
+def test_peek_shows_the_highest_first(doors: Doors) -> None:
+    queue = texts(doors)
     queue.put("low")
     queue.put("high", priority=9)
     queue.get().nack(delay=0)
-    bench.settle()
+    doors.settle()
     queue.put("middle", priority=5)
     assert [(item.value, item.state) for item in queue.peek(9)] == [
         (each, "ready") for each in ("high", "middle", "low")
     ]
 
 
-def test_all_items_count_before_anybody_has_looked(bench: Bench) -> None:
-    queue = bench.queue(maxsize=3)
+def test_all_items_count_before_anybody_has_looked(doors: Doors) -> None:
+    queue = texts(doors, maxsize=3)
     for priority in (0, 4, 9):
         queue.put(str(priority), priority=priority)
     assert (queue.qsize(), queue.full()) == (3, True)
@@ -159,22 +144,22 @@ def test_all_items_count_before_anybody_has_looked(bench: Bench) -> None:
     assert queue.join(timeout=0)
 
 
-def test_a_waiting_get_is_woken_by_an_item_of_any_priority(bench: Bench) -> None:
-    queue = bench.queue()
+def test_a_waiting_get_is_woken_by_an_item_of_any_priority(doors: Doors) -> None:
+    queue = texts(doors)
     for priority in (9, 0, 4):
         thread, found = in_thread(queue.get)
-        until(lambda: parked(bench.broker))
+        until(lambda: parked(doors.broker))
         queue.put("x", priority=priority)
-        bench.settle()
+        doors.settle()
         assert ended(thread, found).value == "x"
 
 
-def test_after_a_kill_the_first_priority_is_kept(bench: Bench) -> None:
-    queue = bench.queue()
+def test_after_a_kill_the_first_priority_is_kept(doors: Doors) -> None:
+    queue = texts(doors)
     queue.put("low")
     queue.put("high", priority=9)
-    bench.restart("kill")
-    queue = bench.queue()
+    doors.crash()
+    queue = texts(doors)
     assert queue.qsize() == 2
     assert [value for value, _ in taken(queue)] == ["high", "low"]
 
@@ -182,49 +167,49 @@ def test_after_a_kill_the_first_priority_is_kept(bench: Bench) -> None:
 # -- given back --------------------------------------------------------------------------------------------------------
 
 
-@popsupport.BOTH
-@pytest.mark.parametrize("end", ["runs on", "close", "kill"])
-def test_released_task_returns_after_its_delay_with_the_same_attempt(bench: Bench, ordered: bool, end: str) -> None:
-    queue = bench.queue(ordered=ordered)
+@BOTH
+@pytest.mark.parametrize("end", ["runs on", "restart", "crash"])
+def test_released_task_returns_after_its_delay_with_the_same_attempt(doors: Doors, ordered: bool, end: str) -> None:
+    queue = texts(doors, ordered=ordered)
     queue.put("a")
     queue.get().nack(delay=1)
-    bench.advance(1)
+    doors.advance(1)
     queue.get().release(delay=60)
-    bench.advance(59)
+    doors.advance(59)
     if end != "runs on":
-        bench.restart(end)
-        queue = bench.queue(ordered=ordered)
-    bench.settle()
+        getattr(doors, end)()
+        queue = texts(doors, ordered=ordered)
+    doors.settle()
     assert taken(queue) == []
     assert queue.qsize() == 1
-    bench.advance(1)
+    doors.advance(1)
     assert taken(queue) == [("a", 2)]
 
 
-@popsupport.BOTH
-def test_a_task_is_released_any_number_of_times(bench: Bench, ordered: bool) -> None:
-    queue = bench.queue(ordered=ordered, retry=RetryPolicy(1))
+@BOTH
+def test_a_task_is_released_any_number_of_times(doors: Doors, ordered: bool) -> None:
+    queue = texts(doors, ordered=ordered, retry=RetryPolicy(1))
     queue.put("a")
     for delay in (0, 3, 0, 12 * 3600):
         queue.get().release(delay=delay)
-        bench.clock.advance(1000 * delay)
-        bench.settle()
+        doors.clock.advance(1000 * delay)
+        doors.settle()
     assert taken(queue) == [("a", 1)]
-    assert len(queue.dead_letters) == 0
+    assert list(doors.store.dead_letters("jobs")) == []
 
 
-def test_an_ordered_queue_holds_later_items_until_a_released_one_returns(bench: Bench) -> None:
-    queue = bench.queue(ordered=True)
+def test_an_ordered_queue_holds_later_items_until_a_released_one_returns(doors: Doors) -> None:
+    queue = texts(doors, ordered=True)
     queue.put_many("ab")
     queue.get().release(delay=5)
     assert taken(queue) == []
-    bench.advance(5)
+    doors.advance(5)
     assert taken(queue) == [("a", 1), ("b", 1)]
 
 
-@popsupport.BOTH
-def test_release_is_a_verb_like_the_others(bench: Bench, ordered: bool) -> None:
-    queue = bench.queue(ordered=ordered)
+@BOTH
+def test_release_is_a_verb_like_the_others(doors: Doors, ordered: bool) -> None:
+    queue = texts(doors, ordered=ordered)
     queue.put("a")
     task = queue.get()
     for delay in (-1, 12 * 3600 + 1, "soon"):
@@ -236,62 +221,59 @@ def test_release_is_a_verb_like_the_others(bench: Bench, ordered: bool) -> None:
     for verb in (task.ack, task.nack, task.reject):
         with pytest.raises(ReceiptExpiredError, match="by release"):
             verb()
-    bench.advance(1)
-    again = queue.get()
-    with again:
-        again.release(delay=2)
-    assert taken(queue) == []
+    doors.advance(1)
+    assert taken(queue) == [("a", 1)]
 
 
-def test_a_task_whose_lease_has_ended_cannot_be_released(bench: Bench) -> None:
-    queue = bench.queue(visibility=1)
+def test_a_task_whose_lease_has_ended_cannot_be_released(doors: Doors) -> None:
+    queue = texts(doors, visibility=1)
     queue.put("a")
     for delay in (0, 5):
         task = queue.get()
-        bench.advance(1)
+        doors.advance(1)
         with pytest.raises(ReceiptExpiredError):
             task.release(delay=delay)
     assert [value for value, _ in taken(queue)] == ["a"]
 
 
-def test_a_delivery_of_a_simple_consumer_is_released_likewise(bench: Bench) -> None:
-    consumer = bench.consumer(group="g")
-    bench.put("a")
+def test_a_delivery_of_a_simple_consumer_is_released_likewise(doors: Doors) -> None:
+    consumer = doors.consumer(group="g")
+    doors.put("a")
     [delivery] = consumer.receive(wait=0)
     delivery.release(delay=2)
-    bench.advance(1)
+    doors.advance(1)
     assert consumer.receive(wait=0) == []
-    bench.advance(1)
+    doors.advance(1)
     assert [each.attempt for each in consumer.receive(wait=0)] == [1]
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------
 
 
-def shown(queue: Queue) -> list[tuple[str, str, str, int]]:
+def shown(queue: Any) -> list[tuple[str, str, str, int]]:
     """Return (item, state, progress, attempt) of all items."""
     return [(each.value, each.state, each.progress, each.attempt) for each in queue.items()]
 
 
-@popsupport.BOTH
-def test_progress_is_shown_and_extends_the_lease(bench: Bench, ordered: bool) -> None:
-    queue = bench.queue(ordered=ordered, visibility=30)
+@BOTH
+def test_progress_is_shown_and_extends_the_lease(doors: Doors, ordered: bool) -> None:
+    queue = texts(doors, ordered=ordered, visibility=30)
     queue.put("a")
     task = queue.get()
     for text in ("1 %", "42 %", ""):
-        bench.advance(20)
+        doors.advance(20)
         task.progress(text)
         assert shown(queue) == [("a", "leased", text, 1)]
-    bench.advance(29)
+    doors.advance(29)
     assert taken(queue) == []
-    bench.advance(1)
+    doors.advance(1)
     assert taken(queue) == [("a", 2)]
 
 
-@popsupport.BOTH
+@BOTH
 @pytest.mark.parametrize("end", ["release", "nack", "expiry"])
-def test_progress_ends_with_its_lease(bench: Bench, ordered: bool, end: str) -> None:
-    queue = bench.queue(ordered=ordered, visibility=1)
+def test_progress_ends_with_its_lease(doors: Doors, ordered: bool, end: str) -> None:
+    queue = texts(doors, ordered=ordered, visibility=1)
     queue.put("a")
     task = queue.get()
     task.progress("42 %")
@@ -300,31 +282,31 @@ def test_progress_ends_with_its_lease(bench: Bench, ordered: bool, end: str) -> 
         assert [progress for _, _, progress, _ in shown(queue)] == [""]
         with pytest.raises(ReceiptExpiredError):
             task.progress("43 %")
-    bench.advance(1)
+    doors.advance(1)
     queue.get()
     assert shown(queue) == [("a", "leased", "", 1 if end == "release" else 2)]
 
 
 @pytest.mark.parametrize("text", ["x" * 201, "two\nlines", "\x1b[2J", b"42", 42, None])
-def test_progress_that_no_screen_should_show_is_refused(bench: Bench, text: Any) -> None:
-    queue = bench.queue()
+def test_progress_that_no_screen_should_show_is_refused(doors: Doors, text: Any) -> None:
+    queue = texts(doors)
     queue.put("a")
     with pytest.raises(ConfigError, match="progress is a text of at most 200 printable characters"):
         queue.get().progress(text)
 
 
-@popsupport.BOTH
-def test_released_item_is_delayed_until_it_returns(bench: Bench, ordered: bool) -> None:
-    queue = bench.queue(ordered=ordered)
+@BOTH
+def test_released_item_is_delayed_until_it_returns(doors: Doors, ordered: bool) -> None:
+    queue = texts(doors, ordered=ordered)
     queue.put("a")
     task = queue.get()
     task.release(delay=5)
     assert shown(queue) == [("a", "delayed", "", 1)]
     assert {state: count for state, count in queue.counts().items() if count} == {"delayed": 1}
     assert [len(list(queue.items(state))) for state in ("delayed", "retry", "leased")] == [1, 0, 0]
-    bench.advance(5)
+    doors.advance(5)
     assert shown(queue) == [("a", "ready", "", 1)]
     queue.get().release(delay=5)
     assert [queue.purge(state) for state in ("leased", "retry", "delayed")] == [0, 0, 1]
-    bench.advance(5)
+    doors.advance(5)
     assert taken(queue) == []

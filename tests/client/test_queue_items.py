@@ -22,7 +22,7 @@ def filled(doors: Doors, name: str = "jobs") -> tuple[Any, Any]:
     queue.put_many(["retry", "leased", "dead", "ready 1", "ready 2"])
     queue.put("delayed", delay=60)
     failed, leased, dead = queue.get_many(3)
-    failed.nack(delay=60)
+    queue.nack(failed, delay=60)
     dead.reject("no such page")
     doors.settle()
     return queue, leased
@@ -78,7 +78,7 @@ def test_purge_removes_one_state_or_all(doors: Doors, state: Any, purged: int, l
     assert len(list(queue.items())) == sum(left.values())
     assert queue.purge(state) == 0
     queue.put("after")
-    leased.ack()
+    queue.ack(leased)
     doors.advance(120)
     names = {"ready": ["ready 1", "ready 2"], "retry": ["retry"], "delayed": ["delayed"]}
     expected = [value for state in names for value in names[state] if left[state]]

@@ -225,7 +225,7 @@ def test_block_that_is_interrupted_counts_no_attempt(world: World) -> None:
 
 @pytest.mark.parametrize("error", ENDS, ids=str)
 def test_block_leaves_a_settled_message_settled(world: World, error: BaseException | None) -> None:
-    for verb, expected in (("ack", []), ("nack", [("a", 2)]), ("reject", [])):
+    for verb, expected in (("ack", []), ("nack", [("a", 2)]), ("reject", []), ("release", [("a", 1)])):
         lease = received(world)
         with nullcontext() if error is None else pytest.raises(type(error)):
             lease.block((lambda message: None) if error is None else raising(error), verb)
