@@ -6,8 +6,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,84 +13,39 @@ import pytest
 
 import mqstore
 import mqstore.aio
-from mqstore import PushConsumer, QueueRef, RetryPolicy
+from mqstore import QueueRef, RetryPolicy
 from mqstore.errors import ConfigError, GroupInUseError, SubscriptionConflictError
 from tests.client.aiosupport import in_store
 from tests.client.pushsupport import PushBench
 from tests.faults import FaultyFileSystem
 
-NOON = datetime(2023, 11, 14, 12, 0, tzinfo=UTC)
-NOON_MS = 1_699_963_200_000
-
-
-def pushed(bench: PushBench, **options: Any) -> list[bytes]:
-    """What a push consumer is given at once."""
-    seen: list[bytes] = []
-    consumer = PushConsumer(bench.broker, "g", workers=1, **options)
-    consumer.subscribe("t", lambda message: seen.append(message.body))
-    bench.consumers.append(consumer.start())
-    bench.settle()
-    return seen
-
-
-def simply(bench: PushBench, **options: Any) -> list[bytes]:
-    consumer = mqstore.SimpleConsumer(bench.broker, "g", {"t": "*"}, **options)
-    return [delivery.message.body for delivery in consumer.receive(10, wait=0)]
-
-
-def pulled(bench: PushBench, **options: Any) -> list[bytes]:
-    consumer = mqstore.PullConsumer(bench.broker, "g", **options)
-    consumer.subscribe("t")
-    return [message.body for message in consumer.poll(0)]
-
-
-def popped(bench: PushBench, **options: Any) -> list[bytes]:
-    return pushed(bench, mode="pop", **options)
-
-
-def broadcast(bench: PushBench, **options: Any) -> list[bytes]:
-    return pushed(bench, model="broadcasting", client_id="c1", **options)
-
-
-Take = Callable[..., list[bytes]]
-EVERY = pytest.mark.parametrize("take", [pushed, popped, broadcast, simply, pulled])
-
-
 # --- where a group begins --------------------------------------------------------------------------------------------
 
 
-def put_before_and_after(bench: PushBench) -> None:
-    """`old`, then a minute later `new`."""
+@pytest.mark.parametrize(
+    ("of_group", "given", "expected"),
+    [
+        ("earliest", None, [b"old", b"new"]),
+        ("latest", None, []),
+        ("latest", "earliest", [b"old", b"new"]),
+        (1_700_000_030_000, None, [b"new"]),
+        (None, "latest", []),
+    ],
+)
+def test_who_broadcasts_begins_where_it_or_its_group_says(
+    bench: PushBench, of_group: Any, given: Any, expected: list[bytes]
+) -> None:
+    """tests/conformance has the others."""
+    seen: list[bytes] = []
     bench.put(b"old")
     bench.advance(60)
     bench.put(b"new")
+    if of_group is not None:
+        bench.broker.groups.create("g", start=of_group)
+    bench.consumer(lambda message: seen.append(message.body), model="broadcasting", client_id="c1", start=given)
     bench.settle()
-
-
-@EVERY
-@pytest.mark.parametrize("start", ["earliest", "latest", "between"])
-def test_a_consumer_begins_where_its_group_says(bench: PushBench, take: Take, start: Any) -> None:
-    between_ms = bench.clock.now_ms() + 30_000
-    put_before_and_after(bench)
-    bench.broker.groups.create("g", start=between_ms if start == "between" else start)
-    assert take(bench) == {"earliest": [b"old", b"new"], "latest": [], "between": [b"new"]}[start]
-
-
-@EVERY
-def test_consumer_start_counts_for_a_group_without_position(bench: PushBench, take: Take) -> None:
-    put_before_and_after(bench)
-    bench.broker.groups.create("g", start="latest")
-    assert take(bench, start="earliest") == [b"old", b"new"]
-    assert bench.broker.groups.require("g").start == "latest"
-
-
-@EVERY
-@pytest.mark.parametrize(
-    ("given", "kept"), [("latest", "latest"), (NOON, NOON_MS), ("earliest", "earliest"), (None, "earliest")], ids=str
-)
-def test_a_new_group_keeps_where_its_first_consumer_began(bench: PushBench, take: Take, given: Any, kept: Any) -> None:
-    take(bench, start=given)
-    assert bench.broker.groups.require("g").start == kept
+    assert seen == expected
+    assert bench.broker.groups.require("g").start == (of_group or given)
 
 
 # --- order -----------------------------------------------------------------------------------------------------------
@@ -158,27 +111,6 @@ def test_beside_live_members_another_policy_is_refused(bench: PushBench, mode: s
     assert bench.broker.members.members("g") == [first.client_id]
     joined(bench, mode, retry=FOUR)
     joined(bench, mode)
-
-
-@pytest.mark.parametrize(
-    ("options", "tags", "error"),
-    [
-        ({"mode": "pop"}, "*", GroupInUseError),
-        ({}, "other", SubscriptionConflictError),
-        ({"strategy": "circle"}, "*", GroupInUseError),
-        ({"client_id": "c1"}, "*", GroupInUseError),
-    ],
-    ids=["mode", "subscription", "strategy", "client id"],
-)
-def test_a_consumer_that_is_refused_changes_nothing(
-    bench: PushBench, options: dict[str, Any], tags: str, error: type[Exception]
-) -> None:
-    bench.consumer(client_id="c1")
-    before = bench.broker.groups.require("g")
-    with pytest.raises(error):
-        bench.consumer(tags=tags, retry=THREE, start="latest", **options)
-    assert bench.broker.groups.require("g") == before
-    assert bench.broker.members.members("g") == ["c1"]
 
 
 @pytest.mark.parametrize(

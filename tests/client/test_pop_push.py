@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import Message, Reject, Retry, Store
+from mqstore import Message, Retry, Store
 from tests.broker.support import full
 from tests.client.popsupport import BOTH, Bench, Push
 from tests.client.pushsupport import Told, hook
@@ -40,26 +40,6 @@ def fails(*bodies: bytes) -> Callable[[Message], None]:
 
 
 @BOTH
-def test_handlers_say_when_it_comes_again_or_never(bench: Bench, ordered: bool) -> None:
-    def act(message: Message) -> None:
-        if message.attempt == 1 and message.body == b"later":
-            raise Retry(delay=7)
-        if message.body == b"never":
-            raise Reject("no such customer")
-
-    recorder = Told()
-    push = Push(bench, act, ordered=ordered, interceptors=[recorder])
-    bench.put(b"later", b"never", queue_id=0)
-    push.advance(6.9)
-    assert push.seen.count((b"later", 2)) == 0
-    push.advance(0.1)
-    assert push.seen.count((b"later", 2)) == 1
-    assert bench.letters() == [(b"never", "no such customer")]
-    assert bench.lag() == 0
-    assert Counter(recorder.settled) == Counter([(b"later", "retry"), (b"never", "dlq"), (b"later", "ack")])
-
-
-@BOTH
 def test_the_delay_that_a_handler_wishes_is_bounded(
     bench: Bench, ordered: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -82,22 +62,6 @@ def test_the_delay_that_a_handler_wishes_is_bounded(
     bench.put(b"b")
     push.advance(100)
     assert caplog.text.count("be redelivered in") == 1
-
-
-@BOTH
-def test_it_is_a_member_of_the_group_while_it_runs(bench: Bench, ordered: bool) -> None:
-    push = Push(bench, ordered=ordered, client_id="c1", tags="red")
-    assert bench.broker.members.mode("g")[:2] == ("pop", ordered)
-    assert dict(bench.broker.members.subscriptions("g")) == {"t": ("TAG", "red")}
-    other = bench.store.push_consumer("g", ordered=ordered)
-    other.subscribe("t", print, tags="red")
-    with pytest.raises(mqstore.errors.GroupInUseError):
-        other.start()
-    simple = bench.store.simple_consumer("g", {"t": "red"}, ordered=ordered)
-    assert push.consumer.stop()
-    assert bench.broker.members.members("g") == [simple.client_id]
-    assert push.consumer.assignment() == frozenset()
-    assert not push.consumer.stats().queues
 
 
 @BOTH
@@ -214,19 +178,6 @@ def test_late_settlement_is_reported_and_dropped(bench: Bench, ordered: bool, ca
     assert caplog.text.count("t/0, offset 0 was lost") == 1
     assert bench.lag() == 0
     assert push.held() == 0
-
-
-@BOTH
-def test_message_dropped_by_an_interceptor_is_done(bench: Bench, ordered: bool) -> None:
-    recorder = Told(b"0", b"2")
-    push = Push(bench, ordered=ordered, interceptors=[recorder])
-    bench.put(b"0", b"1", b"2", b"3", queue_id=0)
-    bench.put(b"0", queue_id=1)
-    push.advance(200)
-    assert push.bodies() == [b"1", b"3"]
-    assert bench.lag() == 0
-    assert push.held() == 0
-    assert recorder.settled == [(b"1", "ack"), (b"3", "ack")]
 
 
 @BOTH

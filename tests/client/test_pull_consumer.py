@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import Message, PullConsumer, PushConsumer, QueueRef, SimpleConsumer, SimulatedClock
+from mqstore import Message, PullConsumer, QueueRef, SimulatedClock
 from mqstore.errors import (
     ConfigError,
     FilterError,
-    GroupInUseError,
     InvalidMessageError,
     NotPermittedError,
     OffsetOutOfRangeError,
@@ -679,30 +678,6 @@ def test_closing_when_a_queue_goes_takes_nothing_any_more(broker: Broker) -> Non
     assert broker.locks.snapshot() == []
 
 
-def test_members_subscribe_alike_and_consume_alike(broker: Broker) -> None:
-    first = subscribed(broker, "c1")
-    look(first)
-    other = subscribed(broker, "c2", tags="paid")
-    with pytest.raises(SubscriptionConflictError):
-        other.poll(0)
-    with pytest.raises(GroupInUseError, match="client_id"):
-        subscribed(broker, "c1").poll(0)
-    second = subscribed(broker, "c2")
-    look(second)
-    with pytest.raises(SubscriptionConflictError):
-        first.subscribe("bills")
-    with pytest.raises(SubscriptionConflictError):
-        first.subscribe("orders", tags="paid")
-    assert look(first) == look(second) == []
-    assert broker.members.subscriptions("g") == {"orders": ("TAG", "*")}
-    pusher = PushConsumer(broker, "g")  # it reads the retries, too
-    pusher.subscribe("orders", lambda message: None)
-    with pytest.raises(SubscriptionConflictError, match="a group each"):
-        pusher.start()
-    with SimpleConsumer(broker, "h", {"orders": "*"}), pytest.raises(GroupInUseError):
-        subscribed(broker, group="h").poll(0)
-
-
 def test_topics_can_be_added_and_taken_away(broker: Broker) -> None:
     broker.topics.create("bills", queues=1)
     put(broker, *"ab")
@@ -985,23 +960,6 @@ def polling(broker: Broker, consumer: PullConsumer) -> tuple[threading.Thread, l
     return thread
 
 
-def test_a_put_wakes_who_waits(live: Broker) -> None:
-    poller = polling(live, subscribed(live))
-    put(live, "a", queue_id=3)
-
-    assert ended(*poller, SOON_S) == ["a"]
-
-
-def test_closing_wakes_who_waits_and_hands_over(live: Broker) -> None:
-    consumer = subscribed(live)
-    poller = polling(live, consumer)
-    consumer.close()
-
-    assert ended(*poller, SOON_S) == []
-    put(live, "a")
-    assert look(subscribed(live, "c2")) == ["a"]
-
-
 def test_closing_between_the_look_and_the_wait_is_noticed(live: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     consumer = subscribed(live)
     look(consumer)
@@ -1027,13 +985,6 @@ def test_closing_between_the_look_and_the_wait_is_noticed(live: Broker, monkeypa
     assert ended(*in_thread(lambda: consumer.poll(None)), SOON_S) == []
     threads[0].join(30)
     assert live.members.members("g") == []
-
-
-def test_closing_the_store_wakes_who_waits(live: Broker) -> None:
-    poller = polling(live, subscribed(live))
-    live.close()
-
-    assert isinstance(ended(*poller, SOON_S), StoreClosedError)
 
 
 def test_waiting_member_hands_over(live: Broker) -> None:

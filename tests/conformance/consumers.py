@@ -87,6 +87,9 @@ class Consumer(Protocol):
     def handle(self, act: Act = ..., /) -> list[tuple[str, int]]:
         """Handle all messages that are ready, and return (text, attempt) of each delivery."""
 
+    def subscribe(self, tags: str) -> object:
+        """Choose other messages of the topic. A `Queue` has all."""
+
     def close(self) -> object: ...
 
 
@@ -255,9 +258,7 @@ class World:
             options = {"retry": RETRY, **ordered, **options}
             return _Simple(self, self.run(owner.simple_consumer, self.group, {self.topic: tags}, **options))
         if self.kind.family == "pull":
-            consumer = self.run(owner.pull_consumer, self.group, **options)
-            self.run(consumer.subscribe, self.topic, tags=tags)
-            return _Pull(self, consumer)
+            return _Pull(self, self.run(owner.pull_consumer, self.group, **options), tags)
         options = {"retry": RETRY, "mode": self.kind.mode, "workers": 1, **ordered, **options}
         return _Push(self, self.run(owner.push_consumer, self.group, **options), tags)
 
@@ -314,6 +315,9 @@ class _Simple(_Asked):
         found: Sequence[Any] = self._world.run(self.consumer.receive, wait=0)
         return found[0] if found else None
 
+    def subscribe(self, tags: str) -> None:
+        self._world.run(self.consumer.subscribe, self._world.topic, tags=tags)
+
     def close(self) -> None:
         self._world.run(self.consumer.close)
 
@@ -321,9 +325,13 @@ class _Simple(_Asked):
 class _Pull:
     """Handles polled messages one by one. At a failure it goes back to that message."""
 
-    def __init__(self, world: World, consumer: Any) -> None:
+    def __init__(self, world: World, consumer: Any, tags: str) -> None:
         self._world = world
         self.consumer = consumer
+        self.subscribe(tags)
+
+    def subscribe(self, tags: str) -> None:
+        self._world.run(self.consumer.subscribe, self._world.topic, tags=tags)
 
     def handle(self, act: Act = lambda message: None) -> list[tuple[str, int]]:
         run, seen = self._world.run, []
@@ -350,16 +358,16 @@ class _Push:
         self.consumer = consumer
         self.seen: list[tuple[str, int]] = []
         self._act: Act = lambda message: None
-        if world.kind.aio:
-
-            async def handle(message: Message) -> None:
-                await asyncio.sleep(0)
-                self._handle(message)
-
-            world.run(consumer.subscribe, world.topic, handle, tags=tags)
-        else:
-            consumer.subscribe(world.topic, self._handle, tags=tags)
+        self.subscribe(tags)
         world.run(consumer.start)
+
+    def subscribe(self, tags: str) -> None:
+        async def handle(message: Message) -> None:
+            await asyncio.sleep(0)
+            self._handle(message)
+
+        world = self._world
+        world.run(self.consumer.subscribe, world.topic, handle if world.kind.aio else self._handle, tags=tags)
 
     def _handle(self, message: Message) -> None:
         self.seen.append((message.text(), message.attempt))

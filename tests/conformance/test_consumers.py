@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from mqstore import Message, Reject, Retry
+from mqstore import Interceptor, Message, Reject, Retry
+from mqstore.errors import ConfigError, GroupInUseError, SubscriptionConflictError
 from tests.conformance.consumers import KINDS, HandlerError, World, kinds
 
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -36,6 +37,19 @@ def failing(*texts: str, error: Callable[[], Exception] = HandlerError) -> Calla
             raise error()
 
     return handle
+
+
+class Picky(Interceptor):
+    """Leaves out messages with the text "no", and notes the outcomes of the others."""
+
+    def __init__(self) -> None:
+        self.settled: list[tuple[str, str]] = []
+
+    def on_receive(self, messages: list[Message]) -> list[Message]:
+        return [message for message in messages if message.text() != "no"]
+
+    def on_settle(self, message: Message, outcome: str, seconds: float) -> None:
+        self.settled.append((message.text(), outcome))
 
 
 # -- deliver and settle -----------------------------------------------------------------------------------------------
@@ -123,19 +137,69 @@ def test_only_messages_with_the_tags_are_delivered(world: World) -> None:
 
 
 @in_groups
-def test_new_group_begins_at_its_start(world: World) -> None:
+def test_message_that_an_interceptor_leaves_out_is_done(world: World) -> None:
+    picky = Picky()
+    consumer = world.consumer(interceptors=[picky])
+    world.put("no", "a", "no", "no", "b")
+    assert consumer.handle() == [("a", 1), ("b", 1)]
+    world.advance(200)
+    assert consumer.handle() == []
+    consumer.close()
+    assert world.lag() == 0
+    assert picky.settled == [("a", "ack"), ("b", "ack")] * (world.kind.family != "pull")
+
+
+@in_groups
+def test_members_of_a_group_consume_alike(world: World) -> None:
+    """Whoever does not is refused, and the group stays as it is."""
+    world.store.create_topic(world.topic, queues=1)
+    groups = world.store.broker.groups
+    first = world.consumer(client_id="c1")
+    first.handle()
+    settings = groups.require(world.group)
+    for error, options in ((GroupInUseError, {"client_id": "c1"}), (SubscriptionConflictError, {"tags": "red"})):
+        with pytest.raises(error):
+            world.consumer(start="latest", **options).handle()
+    other = world.store.push_consumer(world.group, mode="pop" if world.kind.commits else "queue")
+    other.subscribe(world.topic, print)
+    with pytest.raises(GroupInUseError):
+        other.start()
+    assert groups.require(world.group) == settings
+    second = world.consumer()
+    second.handle()
+    with pytest.raises(SubscriptionConflictError):
+        second.subscribe("red")
+    world.put("a")
+    assert [*first.handle(), *second.handle()] == [("a", 1)]
+    first.close()
+    second.subscribe("red")
+    world.put("b")
+    world.put("c", tag="red")
+    assert second.handle() == [("c", 1)]
+    second.close()
+    if world.kind.family != "pull":  # it has no order, or this one
+        with pytest.raises(ConfigError, match=f"ordered={world.kind.ordered}"):
+            world.consumer(ordered=not world.kind.ordered)
+
+
+@in_groups
+@pytest.mark.parametrize("who", ["consumer", "group", "consumer before group"])
+def test_group_begins_at_the_start_that_was_said(world: World, who: str) -> None:
+    groups = world.store.broker.groups
     world.put("old")
     world.advance(100)
     world.put("new")
-    starts: dict[Any, list[str]] = {
-        "earliest": ["old", "new", "last"],
-        "latest": ["last"],
-        datetime.fromtimestamp(1.7e9 + 50, UTC): ["new", "last"],
-    }
+    between = datetime.fromtimestamp(1.7e9 + 50, UTC)
+    starts: dict[Any, list[str]] = {"earliest": ["old", "new", "last"], "latest": ["last"], between: ["new", "last"]}
     consumers, handled = [], []
     for world.group, start in zip("abc", starts, strict=True):
-        consumers.append(world.consumer(start=start))
+        kept = 1_700_000_050_000 if start is between else start
+        if who != "consumer":
+            kept = kept if who == "group" else "latest"
+            groups.create(world.group, start=kept, orderly=world.kind.ordered)
+        consumers.append(world.consumer(**({} if who == "group" else {"start": start})))
         handled.append(consumers[-1].handle())
+        assert groups.require(world.group).start == kept
     world.put("last")
     for consumer, before, expected in zip(consumers, handled, starts.values(), strict=True):
         assert [text for text, _ in before + consumer.handle()] == expected
@@ -165,7 +229,8 @@ def test_failed_message_is_retried_after_each_pause_then_dead(world: World) -> N
 
 @retrying
 def test_handler_sets_the_pause_or_rejects(world: World) -> None:
-    consumer = world.consumer()
+    notes = Picky()
+    consumer = world.consumer(**({} if world.kind.family == "queue" else {"interceptors": [notes]}))
     world.put("a", "b")
     assert consumer.handle(failing("a", error=lambda: Reject("no such customer"))) == [("a", 1), ("b", 1)]
     assert world.dead() == [("a", "no such customer")]
@@ -178,6 +243,8 @@ def test_handler_sets_the_pause_or_rejects(world: World) -> None:
     assert consumer.handle() == []
     world.advance(0.1)
     assert consumer.handle() == [("c", 2)]
+    outcomes = [("a", "dlq"), ("b", "ack"), ("c", "retry"), ("c", "ack")]
+    assert sorted(notes.settled) == ([] if world.kind.family == "queue" else sorted(outcomes))
 
 
 @retrying
