@@ -117,114 +117,33 @@ async def test_a_flush_says_when_it_takes_too_long(store: aio.Store) -> None:
         assert future.done()
 
 
-@in_store
-async def test_a_transaction_is_seen_when_its_block_ends_well(store: aio.Store) -> None:
-    async with store.producer("g") as producer:
-        async with producer.transaction() as tx:
-            await tx.send("t", b"paid", queue_id=0)
-            assert await store.offsets("t", 0) == (0, 0)
-        assert [m.body async for m in store.iter("t", 0)] == [b"paid"]
-        assert len(tx.receipts) == 1
-        with pytest.raises(mqstore.errors.TransactionStateError, match="one `with` block"):
-            await tx.__aenter__()
-
-        async def fails() -> None:
-            async with producer.transaction() as tx:
-                await tx.send("t", b"never", queue_id=0)
-                raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError):
-            await fails()
-        assert await store.offsets("t", 0) == (0, 1)
-        with pytest.raises(mqstore.errors.TransactionStateError):
-            await producer.transaction().send("t", b"outside")
-        await producer.send_oneway("t", b"oneway", queue_id=0)
-        await producer.send_many("t", [b"a", b"b"], queue_id=0)
-        assert await store.offsets("t", 0) == (0, 4)
-    for late in (producer.send("t", b""), producer.send_oneway("t", b""), producer.send_many("t", [b""])):
-        with pytest.raises(mqstore.errors.StoreClosedError, match="producer 'g' was closed"):
-            await late
-
-
 # -- consumers that are asked -----------------------------------------------------------------------------------------
 
 
 @in_store
-async def test_a_simple_consumer_does_what_its_sync_twin_does(store: aio.Store) -> None:
-    async with store.simple_consumer("g", retry=AGAIN) as consumer:
-        await consumer.subscribe("t", tags="a || b")
-        assert consumer.subscriptions == {"t": "a || b"}
-        waiting = asyncio.create_task(consumer.receive(wait=30))  # for a topic that is not there yet
-        for tag in ("a", "x", "b"):
-            await store.put("t", tag.encode(), tag=tag, queue_id=0)
-        [first] = await waiting
-        assert first.message.body == b"a"
-        assert [each.attempt for each in await consumer.pending()] == [1]
-        await first.nack(0)
-        with pytest.raises(mqstore.errors.ReceiptExpiredError):
-            await first.ack()
-        bodies = {}
-        async for delivery in consumer:
-            async with delivery as message:
-                bodies[message.body] = delivery.attempt
-            if len(bodies) == 2:
-                break
-        assert bodies == {b"a": 2, b"b": 1}
-        assert await consumer.receive(wait=0.001) == []
-        await consumer.unsubscribe("t")
-        with pytest.raises(mqstore.errors.ConfigError):
-            await consumer.receive()
-    with pytest.raises(mqstore.errors.StoreClosedError):
-        await consumer.receive()
-    assert [each async for each in consumer] == []
-
-
-@in_store
 async def test_closing_a_consumer_ends_its_waits_with_nothing(store: aio.Store) -> None:
-    await store.create_topic("t")
+    await store.put("t", b"x")
     simple = await store.simple_consumer("g", {"t": "*"})
     pull = await store.pull_consumer("p")
     await pull.subscribe("t")
+    async for delivery in simple:
+        await delivery.ack()
+        break
+    assert len(await pull.poll()) == 1
     waits = [asyncio.create_task(each) for each in (simple.receive(wait=60), pull.poll(60))]
     loops = [asyncio.create_task(_all(each)) for each in (simple, pull)]
     await until(lambda: parked(store.sync.broker) >= 4)
     await simple.close()
     await pull.close()
     assert await asyncio.gather(*waits, *loops) == [[], [], [], []]
+    assert await _all(simple) == await _all(pull) == []
+    for late in (simple.receive(), pull.poll()):
+        with pytest.raises(mqstore.errors.StoreClosedError):
+            await late
 
 
 async def _all(items: Any) -> list[Any]:
     return [each async for each in items]
-
-
-@in_store
-async def test_a_pull_consumer_does_what_its_sync_twin_does(store: aio.Store) -> None:
-    queue = QueueRef("t", 0)
-    await store.put_many("t", [b"%d" % i for i in range(6)], queue_id=0)
-    told: list[Any] = []
-    async with store.pull_consumer("g") as consumer:
-        await consumer.subscribe("t", on_assign=told.append)
-        assert [m.body for m in await consumer.poll(max_messages=2)] == [b"0", b"1"]
-        assert queue in await consumer.assignment()
-        assert told == [await consumer.assignment()]
-        assert (await consumer.position(queue), await consumer.committed(queue)) == (2, 0)
-        await consumer.commit(durability="flush")
-        assert await consumer.committed(queue) == 2
-        await consumer.seek(queue, 4)
-        assert [m.body for m in await consumer.poll()] == [b"4", b"5"]
-        await consumer.pause(queue)
-        assert await consumer.paused() == {queue}
-        await store.put("t", b"6", queue_id=0)
-        assert await consumer.poll(0) == []
-        await consumer.resume(queue)
-        async for message in consumer:
-            assert message.body == b"6"
-            break
-    assert await store.committed("g", queue) == 7
-    async with store.pull_consumer("by-hand", auto_commit=False) as consumer:
-        await consumer.assign(queue)
-        assert len(await consumer.poll()) == 7
-    assert await store.committed("by-hand", queue) == 0
 
 
 @in_store
@@ -259,26 +178,6 @@ async def test_handler_that_raises_cancelled_has_failed(store: aio.Store) -> Non
     async with consumer:
         await done.wait()
     assert attempts == [1, 2]
-
-
-@in_store
-async def test_handlers_of_batches(store: aio.Store) -> None:
-    await store.put_many("t", [b"%d" % i for i in range(4)], queue_id=0)
-    failed = []
-
-    async def some(messages: Any) -> None:
-        if not failed:
-            failed.append(messages[1].body)
-            raise mqstore.BatchFailure([messages[1]])
-        failed.extend(m.body for m in messages)
-        again.set()
-
-    again = asyncio.Event()
-    consumer = await store.push_consumer("g", batch_size=4, workers=1, retry=AGAIN)
-    consumer.subscribe("t", some)
-    async with consumer:
-        await again.wait()
-    assert failed == [b"1", b"1"]
 
 
 @pytest.mark.parametrize("mode", ["queue", "pop"])
@@ -461,7 +360,6 @@ async def test_a_plain_function_is_called_on_the_loop(store: aio.Store) -> None:
 
 @in_store
 async def test_a_push_consumer_is_steered_as_its_sync_twin(store: aio.Store) -> None:
-    queue = QueueRef("t", 0)
     seen: list[bytes] = []
 
     async def handle(message: mqstore.Message) -> None:
@@ -469,26 +367,15 @@ async def test_a_push_consumer_is_steered_as_its_sync_twin(store: aio.Store) -> 
 
     consumer = await store.push_consumer("g", workers=1)
     with pytest.raises(mqstore.errors.ConfigError):
-        await consumer.start()  # handles nothing
-    consumer = await store.push_consumer("g", workers=1)
-    with pytest.raises(mqstore.errors.ConfigError):
         consumer.subscribe("t", "no handler")  # type: ignore[arg-type]
     consumer.subscribe("t", handle)
-    await store.put("t", b"0", queue_id=0)
     async with consumer:
-        await until(lambda: len(seen) == 1)
-        assert queue in await consumer.assignment()
-        await consumer.pause(queue)
-        await consumer.resume(queue)
-        await consumer.seek(queue, 0)
-        await until(lambda: len(seen) == 2)
         consumer.subscribe("u", handle)
         consumer.unsubscribe("t")
+        await store.put("t", b"0")
         await store.put("u", b"1")
-        await until(lambda: len(seen) == 3)
-        stats = await consumer.stats()
-        assert (stats.group, stats.topics["t"].pulled) == ("g", 2)
-    assert seen == [b"0", b"0", b"1"]
+        await until(lambda: seen)
+    assert seen == [b"1"]
     with pytest.raises(mqstore.errors.StoreClosedError):
         consumer.subscribe("v", handle)
 
@@ -704,14 +591,3 @@ def test_a_handler_that_exits_ends_the_loop_and_settles_nothing(tmp_path: Path) 
     with mqstore.open(tmp_path / "store") as store:
         assert store.recovery.clean_shutdown
         assert not store.committed("g", QueueRef("t", 0))
-
-
-@pytest.mark.parametrize("way", ["send", "send_oneway", "submit"])
-@in_store
-async def test_one_send_may_have_its_selector(store: aio.Store, way: str) -> None:
-    await store.create_topic("t", queues=8)
-    async with store.producer() as producer:
-        await getattr(producer, way)("t", b"x", selector=lambda queues, group: queues[5])
-        with pytest.raises(mqstore.errors.InvalidMessageError, match="message_group chooses"):
-            await getattr(producer, way)("t", b"x", selector=lambda queues, group: queues[5], message_group=7)
-    assert len(await store.read("t", 5, 0)) == 1
