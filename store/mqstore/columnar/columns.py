@@ -72,7 +72,6 @@ class Column:
 
     @property
     def type(self) -> Any:
-        """Arrow type of the column."""
         return ARROW_TYPES[self.sql]
 
 

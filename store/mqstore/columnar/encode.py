@@ -615,7 +615,6 @@ _LONG: Final = f"properties, including columns stored as such, take {props.MAX_P
 
 
 def _large(limit: int) -> str:
-    """Return the rule for large messages."""
     return (
         f"a message has at most {limit} bytes here, with topic and properties (max_message_size, or the size of a "
         "segment of the target); store large bodies elsewhere, and send their address"

@@ -158,7 +158,6 @@ class Piece:
 
 
 def _spans(sizes: _Int64s, max_rows: int, max_bytes: int) -> Iterator[slice]:
-    """Yield the rows of each batch."""
     low, count = 0, len(sizes)
     ends = np.cumsum(sizes)
     while low < count:

@@ -41,7 +41,6 @@ def _bins_of(values: _Int64s) -> _Int64s:
 
 
 def _middle_of(bin_: int) -> int:
-    """Return the middle of a bin."""
     if bin_ < 2 * _STEPS:
         return bin_
     shift = (bin_ >> _STEP_BITS) - 1

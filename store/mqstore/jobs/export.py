@@ -210,7 +210,6 @@ def _folder(partition_by: Sequence[str], piece: QueueSlice, day: str) -> str:
 
 
 def _write_file(path: str, table: Any) -> None:
-    """Write a Parquet file and sync it."""
     again = [name for name in table.column_names if name not in _DIFFERENT]
     if "properties" in again:
         again += ["properties.key_value.key", "properties.key_value.value"]
@@ -241,7 +240,6 @@ def _publish(staging: str, target: str, written: list[_Written]) -> None:
 
 
 def _sync(path: str) -> None:
-    """Sync a file or a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

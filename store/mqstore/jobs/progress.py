@@ -80,7 +80,6 @@ class Costs(Closing):
         return stop - start
 
     def cost(self, key: Key, at: int) -> int:
-        """Return the cost of one message."""
         return 1
 
     def reach(self, key: Key, start: int, stop: int, budget: int) -> tuple[int, int]:

@@ -23,7 +23,6 @@ _log = logging.getLogger("mqstore")
 
 
 def policy_of(options: SourceOptions) -> Policy:
-    """Return the read policy of the options."""
     return Policy(
         max_rows=options.max_rows_per_batch,
         max_bytes=options.max_bytes_per_batch,

@@ -228,7 +228,6 @@ def _read(opener: _Open, task: Sequence[_Piece]) -> list[_Found]:
 
 
 def _join(opener: _Open, whole: _Found) -> tuple[VerifiedStore, list[VerifyFinding]]:
-    """Join the results of the pieces of a store."""
     name = whole.store
     if whole.error is None:
         try:

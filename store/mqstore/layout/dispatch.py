@@ -129,7 +129,6 @@ class Rows:
 
     @property
     def record_bytes(self) -> int:
-        """Size of all records."""
         return int(self.size[: self.records].sum(dtype=np.int64))
 
     def units(self, rows: _Int64s | slice) -> np.NDArray[np.void]:

@@ -239,7 +239,6 @@ class Run(NamedTuple):
 
 
 def _int32s(name: str) -> cached_property[_Int32s]:
-    """Return a column of `Headers`."""
     return cached_property(lambda headers: headers.heads[name].astype(np.int32))
 
 
@@ -248,7 +247,6 @@ def _int64s(name: str) -> cached_property[_Int64s]:
 
 
 def _part(column: int) -> cached_property[_Int64s]:
-    """Return a column of `Headers.parts`."""
     return cached_property(lambda headers: headers.parts[column])
 
 

@@ -86,8 +86,6 @@ os.register_at_fork(after_in_child=_disown_all)
 
 
 def _by_writer(method: Callable[Concatenate[LogWriter, _P], _R]) -> Callable[Concatenate[MessageStore, _P], _R]:
-    """Return the method of a store that calls `method` of its writer."""
-
     @wraps(method)
     def call(self: MessageStore, /, *args: _P.args, **options: _P.kwargs) -> _R:
         return method(self.writer, *args, **options)

@@ -75,7 +75,6 @@ class Groups(NamedTuple):
 
 
 def by_queue(window: Window) -> Groups:
-    """Group the records of a window by queue."""
     topics, topic = topics_of(window.data, window.headers)
     codes = topic.astype(np.int64) * (MAX_QUEUE_ID + 1) + np.clip(window.headers.queue_id, 0, MAX_QUEUE_ID)
     counts = np.bincount(codes)

@@ -211,7 +211,6 @@ class StoreFiles(Closing):
         self._front = (0, 0)
 
     def close(self) -> None:
-        """Close all files."""
         self._store.close()
 
     # -- one message ------------------------------------------------------------------------------------------------

@@ -53,7 +53,6 @@ class TagFilter:
         return mask | addresses if addresses.any() else mask
 
     def apply(self, messages: list[Message]) -> list[Message]:
-        """Return the `messages` that pass."""
         tags = self.tags
         if kernel is not None:
             return kernel.tagged(messages, tags)  # type: ignore[no-any-return]
