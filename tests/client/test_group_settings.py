@@ -32,7 +32,7 @@ from tests.faults import FaultyFileSystem
         (None, "latest", []),
     ],
 )
-def test_who_broadcasts_begins_where_it_or_its_group_says(
+def test_broadcasting_begins_where_it_or_its_group_says(
     bench: PushBench, of_group: Any, given: Any, expected: list[bytes]
 ) -> None:
     """tests/conformance has the others."""

@@ -108,7 +108,7 @@ def test_end_of_the_consumer_ends_the_wait(world: World) -> None:
 @every_kind
 @pytest.mark.parametrize("what", ["store", "broker"])
 def test_end_of_the_store_ends_the_wait(world: World, what: str) -> None:
-    """The store closes its consumers first. Who closes what lies under them lets them know by an error."""
+    """A store closes its consumers first. After a close of the broker they get an error."""
     wait = Wait(world, world.consumer())
     world.run((world.aio if world.kind.aio else world.store).close) if what == "store" else world.store.broker.close()
     closed_first = what == "store" and world.kind.family != "queue"

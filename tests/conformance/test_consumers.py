@@ -151,7 +151,7 @@ def test_message_that_an_interceptor_leaves_out_is_done(world: World) -> None:
 
 @in_groups
 def test_members_of_a_group_consume_alike(world: World) -> None:
-    """Whoever does not is refused, and the group stays as it is."""
+    """Another kind of member is refused, and the group stays as it is."""
     world.store.create_topic(world.topic, queues=1)
     groups = world.store.broker.groups
     first = world.consumer(client_id="c1")

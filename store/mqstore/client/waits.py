@@ -166,8 +166,8 @@ class Waits:
         """Call `call()` once, when there may be messages in one of `topics`, or after a ring.
         For callers that wait without a thread, such as an event loop. They look first, then call this, and look again
         when called: messages that come in between cause a call, too. It is called by the dispatching thread, by `ring`,
-        or right here. So it must only pass the news on (`loop.call_soon_threadsafe`), and not use the store. Whoever
-        does not look then calls `cancel` of the result, since the broker calls one receiver for each message.
+        or right here. So it must only pass the news on (`loop.call_soon_threadsafe`), and not use the store. A
+        caller that does not look then calls `cancel` of the result, since the broker calls one receiver a message.
 
         An unknown topic is skipped. With `keep` the turn is stored in `turns`. Raises StoreBusyError with 100 000
         waiting, StoreClosedError, and the errors of a pop about group and topics.
