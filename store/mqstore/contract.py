@@ -27,72 +27,44 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, Unpack
 
-from mqstore.broker.filters.filter import Filter
-from mqstore.broker.items.state import Item, ItemPage, Place, State
-from mqstore.broker.pop.orderinfo import BlockedQueue
-from mqstore.broker.pop.request import Delivery, Pending
-from mqstore.broker.pop.state import MAX_BATCH
-from mqstore.broker.reading import Loss, ReadResult, Start
-from mqstore.broker.redelivery.attempt_journal import Address, AttemptNotes, Suspects
-from mqstore.broker.redelivery.dead_letters import DeadLetters
-from mqstore.broker.router import SendOptions
+from mqstore.broker.filters.filter import Filter as Filter
+from mqstore.broker.items.state import Item as Item
+from mqstore.broker.items.state import ItemPage as ItemPage
+from mqstore.broker.items.state import Place as Place
+from mqstore.broker.items.state import State as State
+from mqstore.broker.pop.orderinfo import BlockedQueue as BlockedQueue
+from mqstore.broker.pop.request import Delivery as Delivery
+from mqstore.broker.pop.request import Pending as Pending
+from mqstore.broker.pop.state import MAX_BATCH as MAX_BATCH
+from mqstore.broker.reading import Loss as Loss
+from mqstore.broker.reading import ReadResult as ReadResult
+from mqstore.broker.reading import Start as Start
+from mqstore.broker.redelivery.attempt_journal import Address as Address
+from mqstore.broker.redelivery.attempt_journal import AttemptNotes as AttemptNotes
+from mqstore.broker.redelivery.attempt_journal import Suspects as Suspects
+from mqstore.broker.redelivery.dead_letters import DeadLetters as DeadLetters
+from mqstore.broker.router import SendOptions as SendOptions
 from mqstore.broker.selection import RoundRobin
-from mqstore.broker.tables.groups import GroupConfig, RetryPolicy
-from mqstore.broker.tables.locks import QueueLock
-from mqstore.broker.tables.members import Expression, Member, Mode, Subscriptions
-from mqstore.broker.tables.topics import PRIORITIES, TopicConfig
-from mqstore.broker.transactions.prepared import TransactionHandle
-from mqstore.broker.transactions.service import NOT_ASKED, NobodyAsked, Outcome
-from mqstore.broker.waiting import Callback, Waiter
+from mqstore.broker.tables.groups import GroupConfig as GroupConfig
+from mqstore.broker.tables.groups import RetryPolicy as RetryPolicy
+from mqstore.broker.tables.locks import QueueLock as QueueLock
+from mqstore.broker.tables.members import Expression as Expression
+from mqstore.broker.tables.members import Member as Member
+from mqstore.broker.tables.members import Mode as Mode
+from mqstore.broker.tables.members import Subscriptions as Subscriptions
+from mqstore.broker.tables.topics import PRIORITIES as PRIORITIES
+from mqstore.broker.tables.topics import TopicConfig as TopicConfig
+from mqstore.broker.transactions.prepared import TransactionHandle as TransactionHandle
+from mqstore.broker.transactions.service import NOT_ASKED as NOT_ASKED
+from mqstore.broker.transactions.service import NobodyAsked as NobodyAsked
+from mqstore.broker.transactions.service import Outcome
+from mqstore.broker.waiting import Callback
+from mqstore.broker.waiting import Waiter as Waiter
 from mqstore.clock import Clock
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.writing.outgoing import Body, OutgoingMessage
 from mqstore.options import Durability, Duration
-
-__all__ = [
-    "MAX_BATCH",
-    "NOT_ASKED",
-    "PRIORITIES",
-    "Address",
-    "AttemptNotes",
-    "BlockedQueue",
-    "BrokerContract",
-    "DeadLetters",
-    "Delivery",
-    "Event",
-    "Expression",
-    "Filter",
-    "GroupCalls",
-    "GroupConfig",
-    "Item",
-    "ItemCalls",
-    "ItemPage",
-    "Limits",
-    "LockCalls",
-    "Loss",
-    "Member",
-    "MemberCalls",
-    "Mode",
-    "NobodyAsked",
-    "NoteCalls",
-    "OffsetCalls",
-    "Pending",
-    "Place",
-    "QueueLock",
-    "ReadResult",
-    "RetryPolicy",
-    "SendOptions",
-    "Start",
-    "State",
-    "Subscriptions",
-    "Suspects",
-    "TopicCalls",
-    "TopicConfig",
-    "TransactionCalls",
-    "TransactionHandle",
-    "Waiter",
-]
 
 T = TypeVar("T")
 
