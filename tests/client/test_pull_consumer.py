@@ -146,19 +146,6 @@ def test_interceptors_choose_and_hear(broker: Broker) -> None:
 # --- where a group begins ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", ["latest", None], ids=["the consumer's", "the group's"])
-def test_the_latest_of_a_topic_that_comes_later_is_its_first_message(broker: Broker, start: Any) -> None:
-    """What came after `subscribe` came after "latest", whenever the queue is first looked at."""
-    broker.groups.create("g", start="earliest" if start else "latest")
-    consumer = PullConsumer(broker, "g", start=start)
-    consumer.subscribe("later")
-    put(broker, "a", topic="later")
-    broker.topics.alter("later", read_queues=5, write_queues=5)
-    put(broker, "b", topic="later", queue_id=4)
-
-    assert look(consumer) == ["a", "b"]
-
-
 # --- commits -------------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@ hand, but where threads wait for each other."""
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -144,25 +143,6 @@ def test_redelivery_ignores_a_new_filter(bench: Bench) -> None:
     bench.put(b"3", tag="red")
     bench.advance(1)
     assert taken(consumer) == [b"1", b"2"]
-
-
-def test_messages_of_queues_that_come_later_are_all_received(bench: Bench) -> None:
-    bench.put(b"old")
-    consumer = bench.consumer(start="latest")
-    bench.broker.topics.alter("t", read_queues=6, write_queues=6)
-    for queue_id in range(6):
-        bench.put(b"%d" % queue_id, queue_id=queue_id)
-    assert taken(consumer) == [b"%d" % i for i in range(6)]
-
-
-@pytest.mark.parametrize("start", ["earliest", "latest"])
-def test_missing_topic_is_awaited(bench: Bench, start: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "mqstore"):
-        consumer = bench.consumer("t", "later", start=start)
-    assert "'later' is not there" in caplog.text
-    assert consumer.receive(wait=0) == []
-    bench.put(b"a", topic="later")
-    assert taken(consumer) == [b"a"]
 
 
 def test_a_topic_that_is_deleted_is_no_error(bench: Bench) -> None:

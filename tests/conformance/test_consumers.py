@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -203,6 +204,34 @@ def test_group_begins_at_the_start_that_was_said(world: World, who: str) -> None
     world.put("last")
     for consumer, before, expected in zip(consumers, handled, starts.values(), strict=True):
         assert [text for text, _ in before + consumer.handle()] == expected
+
+
+@in_groups
+@pytest.mark.parametrize("start", ["earliest", "latest"])
+def test_topic_that_comes_later_is_consumed_from_its_first_message(
+    world: World, start: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "mqstore"):
+        consumer = world.consumer(start=start)
+        assert consumer.handle() == []
+        world.advance(60)
+        assert consumer.handle() == []
+    assert caplog.text.count("topic 'work' is not there") == 1
+    world.put("a")
+    world.put("b", queue_id=3)
+    assert sorted(consumer.handle()) == [("a", 1), ("b", 1)]
+
+
+@in_groups
+def test_messages_of_queues_that_come_later_are_all_consumed(world: World) -> None:
+    world.store.create_topic(world.topic, queues=1)
+    world.put("old")
+    consumer = world.consumer(start="latest")
+    assert consumer.handle() == []
+    world.store.broker.topics.alter(world.topic, read_queues=3, write_queues=3, force=True)
+    for queue_id in range(3):
+        world.put(str(queue_id), queue_id=queue_id)
+    assert sorted(consumer.handle()) == [("0", 1), ("1", 1), ("2", 1)]
 
 
 # -- fail, retry, dead letter -----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ A `Queue` is not a member of its group. Its `retry` follows the same rule when t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -25,7 +26,27 @@ from mqstore.log.commitlog import QueueRef
 from mqstore.log.reading.reader import to_ms
 
 
-class GroupProgress:
+class _Beginnings:
+    """Where a consumer begins: at `start`, or with None at the group's own.
+    In a topic that came after it had subscribed that is the first message, since all came after "latest"."""
+
+    def __init__(self, broker: BrokerContract, group: str, start: Start | None) -> None:
+        self._broker = broker
+        self._group = group
+        self._start = start
+        self._there: set[str] = set()
+        """Topics that existed when they were subscribed to."""
+
+    def enter(self, topics: Iterable[str]) -> None:
+        """Note which topics exist now."""
+        self._there.update(topic for topic in topics if self._broker.topics.get(topic) is not None)
+
+    def _start_in(self, topic: str) -> Start | int:
+        start = self._start or self._broker.groups.require(self._group).start
+        return "earliest" if start == "latest" and topic not in self._there else start
+
+
+class GroupProgress(_Beginnings):
     """Offsets of a group, of which this client is a member (delivery#group-start).
     The broker keeps one for each queue, written 100 ms later, and on disk every `commit_interval` of the store.
 
@@ -34,11 +55,8 @@ class GroupProgress:
     """
 
     def __init__(self, broker: BrokerContract, group: str, client_id: str, start: Start | None) -> None:
-        """`start` is where the group begins in a new topic. None means the group's own start."""
-        self._broker = broker
-        self._group = group
+        super().__init__(broker, group, start)
         self._client_id = client_id
-        self._start = start
 
     def reload(self) -> None:
         """Forget earlier offsets when this consumer takes over."""
@@ -46,7 +64,8 @@ class GroupProgress:
     def begin(self, queue: QueueRef) -> int:
         """Return the offset at which to continue or begin in a queue."""
         self._broker.release_all(self._group, *queue)
-        return self._broker.start_of(self._group, *queue, self._start)
+        start = self._start_in(queue.topic)
+        return self._broker.start_of(self._group, *queue, None if isinstance(start, int) else start)
 
     def commit(self, queue: QueueRef, offset: int) -> None:
         """Note that everything below `offset` is settled."""
@@ -59,17 +78,14 @@ class GroupProgress:
         self._broker.save_offsets()
 
 
-class LocalProgress:
+class LocalProgress(_Beginnings):
     """Offsets of a broadcasting client, with the methods of `GroupProgress`. Retention ignores them."""
 
     def __init__(self, broker: BrokerContract, client_id: str, group: str, start: Start | None) -> None:
-        """`start` is where the client begins in a new topic. None means its group's start."""
+        super().__init__(broker, group, start)
         offsets = broker.local_offsets(client_id, group)
         self.reload, self.save = offsets.reload, offsets.save
         self.committed, self.commit = offsets.committed, offsets.commit
-        self._broker = broker
-        self._group = group
-        self._start = start
 
     def begin(self, queue: QueueRef) -> int:
         known = self.committed(queue)
@@ -85,7 +101,7 @@ class LocalProgress:
         return begins[queue]
 
     def _first(self, queue: QueueRef) -> int:
-        start = self._start or self._broker.groups.require(self._group).start
+        start = self._start_in(queue.topic)
         if type(start) is int:
             return self._broker.offset_for_time(*queue, start)
         return place(self._broker, queue, start)

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Final
 
 from mqstore.client.allocation import Strategy, strategy_named
-from mqstore.client.groupsettings import Wanted, begin_in, check_start, enter_group, place, wanted
+from mqstore.client.groupsettings import GroupProgress, Wanted, begin_in, check_start, enter_group, place, wanted
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.membership import Membership, client_id_of
@@ -116,7 +116,8 @@ class PullConsumer:
         self._joined = False
         self._on_assign: Told | None = None
         self._on_revoke: Told | None = None
-        self._positions = Positions(broker, group, self.client_id, self._hooks, self._filter_of, auto_commit)
+        self._progress = GroupProgress(broker, group, self.client_id, start)
+        self._positions = Positions(broker, group, self._progress, self._hooks, self._filter_of, auto_commit)
         self._lost: set[QueueRef] = set()
         """Queues that were found lost, and not yet passed to `on_revoke`."""
         self.caller: Callable[[], object] = threading.current_thread
@@ -420,11 +421,7 @@ class PullConsumer:
         begins = {}
         for queue in queues:
             try:
-                # Queues that were created after `subscribe` came after "latest".
-                latest = (self._start or self._broker.groups.require(self.group).start) == "latest"
-                start = "earliest" if latest else self._start
-                self._broker.release_all(self.group, *queue)
-                begins[queue] = self._broker.start_of(self.group, *queue, start)
+                begins[queue] = self._progress.begin(queue)
             except MQStoreError as error:
                 self._seat.give([queue])
                 _log.warning(
@@ -466,7 +463,7 @@ class PullConsumer:
 
     def committed(self, queue: QueueRef) -> int | None:
         """Return the group's committed offset in any queue, or None if there is none."""
-        return self._broker.committed(self.group, *queue)
+        return self._progress.committed(queue)
 
     def commit(self, offsets: Mapping[QueueRef, int] | None = None, *, durability: Durability | None = None) -> None:
         """Commit all that polls returned, or everything below `offsets`, those of the next messages.

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Final
 
+from mqstore.client.groupsettings import GroupProgress
 from mqstore.client.interceptors import Interceptors
 from mqstore.contract import BrokerContract, Filter, ReadResult
 from mqstore.errors import (
@@ -60,7 +61,7 @@ class Positions:
         self,
         broker: BrokerContract,
         group: str,
-        client_id: str,
+        progress: GroupProgress,
         hooks: Interceptors,
         filter_of: Callable[[str], Filter | None],
         auto_commit: bool,
@@ -68,7 +69,7 @@ class Positions:
         """`filter_of` returns the filter of a topic. With `auto_commit`, `Broker.save` saves the positions, too."""
         self._broker = broker
         self.group = group
-        self.client_id = client_id
+        self._progress = progress
         self._hooks = hooks
         self._filter_of = filter_of
         self._auto_commit = auto_commit
@@ -244,7 +245,7 @@ class Positions:
         """Commit an offset of a queue, by default that of its settled messages."""
         with self._committing:
             to = position.done if offset is None else offset
-            self._broker.commit(self.group, *position.queue, to, owner=self.client_id)
+            self._progress.commit(position.queue, to)
 
 
 def named(queues: Iterable[QueueRef]) -> str:

@@ -134,6 +134,7 @@ class Assignment:
         if self._retries is not None:
             wanted[self._retries] = ("TAG", "*")
         self.membership.join(wanted)
+        self.progress.enter(wanted)
         self._handling.subscriptions, self._topics = subscriptions, frozenset(wanted)
 
     def _filter(self, topic: str) -> Filter | None:
