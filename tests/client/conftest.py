@@ -67,7 +67,6 @@ _HERE_ONLY = {
     "test_a_start_that_was_refused_may_be_tried_again": _LISTENERS,
     "test_a_refusal_names_a_step_that_works": _TEXTS,
     "test_a_thousand_who_get_and_put_need_no_thread_and_lose_nothing": _THREADS,
-    "test_after_kill_9_what_was_on_lease_comes_again_at_once": _LEASES,
     "test_ctrl_c_in_the_wait_gives_the_turn_to_another": _BELLS,
     "test_consumers_that_were_never_started_are_forgotten": _LISTENERS,
     "test_crash_leaves_every_leased_item_ready": _LEASES,

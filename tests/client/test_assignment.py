@@ -651,27 +651,6 @@ def test_another_filter_counts_at_once_for_who_waits(bench: PushBench) -> None:
     assert (seen, bench.committed()) == ([b"b"], 2)
 
 
-def test_another_handler_and_another_topic_while_running(bench: PushBench) -> None:
-    first, second, other = Seen(), Seen(), Seen()
-    consumer = bench.consumer(first)
-    bench.put(b"0")
-    bench.settle()
-    consumer.subscribe("t", second)
-    bench.broker.topics.create("u", queues=1)
-    consumer.subscribe("u", other)
-    bench.put(b"1")
-    bench.put(b"2", topic="u")
-    bench.settle()
-    assert (first, second, other) == ([b"0"], [b"1"], [b"2"])
-    consumer.unsubscribe("t")
-    bench.put(b"3")
-    bench.put(b"4", topic="u")
-    bench.settle()
-    assert (second, other) == ([b"1"], [b"2", b"4"])
-    assert bench.committed() == 2  # its position stays (clients#revoke)
-    assert bench.broker.locks.owner("g", T0) is None
-
-
 def test_seek_moves_to_the_offset(bench: PushBench) -> None:
     seen = Seen()
     consumer = bench.consumer(seen)

@@ -256,16 +256,14 @@ def test_a_batch_of_retries_is_of_one_topic(bench: PushBench) -> None:
         assert sorted(flat) == sorted(2 * [f"{topic}{i}" for i in range(6) if "tu"[i % 2] == topic])
 
 
-@pytest.mark.parametrize("paused", [False, True])
-def test_unsubscribing_gives_back_what_was_not_begun(bench: PushBench, paused: bool) -> None:
-    """It was sent back, message for message, and ended among the dead letters. A paused consumer keeps its queue."""
+def test_unsubscribing_a_paused_queue_gives_back_what_was_not_begun(bench: PushBench) -> None:
+    """A paused consumer keeps its queue."""
     bench.broker.topics.create("u", queues=1)
     seen: list[bytes] = []
 
     def handler(message: Message) -> None:
         seen.append(message.body)
-        if paused:
-            consumer.pause()
+        consumer.pause()
         consumer.unsubscribe("t")
 
     consumer = bench.consumer(handler, run=False, workers=1)
@@ -273,7 +271,7 @@ def test_unsubscribing_gives_back_what_was_not_begun(bench: PushBench, paused: b
     bench.put(*(b"%d" % i for i in range(5)))
     consumer.start()
     bench.advance(60)
-    assert (seen, bench.committed(), T0 in consumer.assignment()) == ([b"0"], 1, paused)
+    assert (seen, bench.committed(), T0 in consumer.assignment()) == ([b"0"], 1, True)
     handled = Handler(bench)
     consumer.subscribe("t", handled)
     bench.advance(1)

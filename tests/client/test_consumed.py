@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 
-import mqstore
-from mqstore import BatchFailure, DeliveryResult, Interceptor, Message, Reject, Retry, RetryPolicy, aio
-from tests.client.aiosupport import in_store
-from tests.client.pushsupport import PushBench, hook
+from mqstore import BatchFailure, DeliveryResult, Interceptor, Message, Reject, Retry, RetryPolicy
+from tests.client.pushsupport import PushBench
 
 MODES: list[dict[str, Any]] = [
     {},
@@ -66,18 +63,6 @@ def test_each_call_is_reported_with_its_outcome(
     assert notes.calls[0].seconds >= 0
 
 
-def test_redelivery_is_reported_under_its_topic(bench: PushBench) -> None:
-    def handler(message: Message) -> None:
-        if message.attempt == 1:
-            raise ValueError
-
-    notes = Notes()
-    bench.put(b"m")
-    bench.consumer(handler, interceptors=[notes], retry=RetryPolicy(3, [1]))
-    bench.advance(60)
-    assert notes.told() == [("g", "t", [b"m"], "exception"), ("g", "t", [b"m"], "success")]
-
-
 def test_a_batch_is_one_call(bench: PushBench) -> None:
     def handler(batch: tuple[Message, ...]) -> None:
         if batch[0].attempt == 1:
@@ -107,37 +92,3 @@ def test_a_call_that_takes_too_long_is_a_timeout(bench: PushBench, mode: dict[st
     assert [each.outcome for each in notes.calls] == expected
     assert {each.messages[0].attempt for each in notes.calls[1:]} <= {1 if mode.get("ordered") else 2}
     assert notes.calls[0].seconds == 20
-
-
-def test_a_hook_that_fails_changes_nothing(bench: PushBench, caplog: pytest.LogCaptureFixture) -> None:
-    def after_consume(consumed: DeliveryResult) -> None:
-        raise ValueError("mine")
-
-    notes = Notes()
-    bench.consumer(interceptors=[hook(after_consume=after_consume), notes])
-    bench.put(b"m")
-    bench.settle()
-    assert bench.committed() == 1
-    assert notes.told() == [("g", "t", [b"m"], "success")]
-    assert "after_consume failed" in caplog.text
-
-
-@in_store
-async def test_aio_handlers_are_reported_alike(store: aio.Store) -> None:
-    notes = Notes()
-    done = asyncio.Event()
-
-    async def handler(message: mqstore.Message) -> None:
-        await asyncio.sleep(0)
-        if message.body == b"bad":
-            raise ValueError
-        done.set()
-
-    await store.create_topic("t", queues=1)
-    consumer = await store.push_consumer("g", workers=1, interceptors=[notes], retry=LAST)
-    consumer.subscribe("t", handler)
-    async with consumer:
-        await store.put("t", b"bad")
-        await store.put("t", b"good")
-        await done.wait()
-    assert notes.told() == [("g", "t", [b"bad"], "exception"), ("g", "t", [b"good"], "success")]

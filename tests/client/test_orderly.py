@@ -451,24 +451,6 @@ def test_hanging_ordered_handler_is_reported_and_keeps_its_queue(
 # --- subscriptions and retry topics --------------------------------------------------------------------------------
 
 
-def test_messages_of_a_topic_that_was_just_unsubscribed_have_not_failed(bench: Bench) -> None:
-    bench.store.create_topic("u", queues=1)
-
-    def handle(message: Message) -> None:
-        consumer.unsubscribe("t")
-
-    bench.put("0", "1")
-    consumer = bench.join(handler=handle, topics=("t", "u"), retry=RetryPolicy(1, [1]))
-    bench.advance(5)
-    assert bench.bodies == ["0"]
-    assert bench.dead() == []
-
-    bench.leave(consumer)
-    bench.join("b", topics=("t", "u"))
-    bench.settle()
-    assert bench.attempts == [("0", 1), ("1", 1)]
-
-
 def formerly_concurrent(bench: Bench, bodies: Sequence[str], topics: Sequence[str]) -> None:
     """Have these fail once in group g, unordered: they lie in its retry topic then."""
     concurrent = bench.join("c", fails(*bodies), topics=topics, ordered=False)

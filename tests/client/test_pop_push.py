@@ -247,39 +247,6 @@ def test_a_turn_that_comes_with_the_end_is_passed_on(bench: Bench, how: str, mon
 
 
 @BOTH
-def test_topics_may_come_and_go_while_it_runs(bench: Bench, ordered: bool) -> None:
-    push = Push(bench, ordered=ordered)
-    push.go()
-    bench.put(b"u", topic="u")
-    push.consumer.subscribe("u", push.handle)
-    push.go()
-    assert push.bodies() == [b"u"]
-    push.consumer.unsubscribe("u")
-    push.consumer.unsubscribe("t")
-    bench.put(b"t")
-    push.go()
-    assert push.bodies() == [b"u"]
-    push.consumer.subscribe("t", push.handle)
-    push.go()
-    assert push.bodies() == [b"u", b"t"]
-
-
-@BOTH
-def test_messages_of_an_unsubscribed_topic_are_released(bench: Bench, ordered: bool) -> None:
-    bench.put(b"0", b"1", b"2", queue_id=0)
-    push = Push(bench, lambda _: push.consumer.unsubscribe("t"), "t", "u", ordered=ordered, start=False)
-    push.consumer.start()
-    push.go()
-    assert push.seen == [(b"0", 1)]
-    assert bench.broker.pending("g") == []
-    assert push.held() == 0
-    push.consumer.stop()
-    other = Push(bench, ordered=ordered)
-    other.go()
-    assert other.seen == [(b"1", 1), (b"2", 1)]
-
-
-@BOTH
 @pytest.mark.parametrize(("bound", "most_held"), [({"prefetch": 7}, 7), ({"prefetch_bytes": 2_000}, 2 + 32)])
 def test_no_more_is_held_than_prefetch_allows(
     bench: Bench, ordered: bool, bound: dict[str, int], most_held: int

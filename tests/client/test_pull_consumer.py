@@ -358,17 +358,6 @@ def test_a_paused_queue_keeps_its_place_and_its_lock(broker: Broker, clock: Simu
     assert consumer.paused() == set(Q[:4])
 
 
-def test_a_reset_is_honoured_and_not_undone_by_a_late_commit(broker: Broker) -> None:
-    put(broker, *"abcd")
-    consumer = subscribed(broker, auto_commit_interval=0)
-    look(consumer)
-    broker.reset("g", "orders", 0, 1)
-    assert look(consumer) == ["b", "c", "d"]
-    assert committed(broker) == 1
-    look(consumer)
-    assert committed(broker) == 4
-
-
 def test_a_reset_before_it_begins_is_no_surprise(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
     put(broker, *"abcd")
     broker.groups.create("g")
@@ -665,26 +654,15 @@ def test_closing_when_a_queue_goes_takes_nothing_any_more(broker: Broker) -> Non
     assert broker.locks.snapshot() == []
 
 
-def test_topics_can_be_added_and_taken_away(broker: Broker) -> None:
-    broker.topics.create("bills", queues=1)
-    put(broker, *"ab")
-    put(broker, *"AB", topic="bills")
+def test_a_consumer_without_topics_leaves_its_group(broker: Broker) -> None:
+    put(broker, "a")
     consumer = subscribed(broker)
-    assert look(consumer, 1) == ["a"]
-    consumer.subscribe("bills")
-    assert look(consumer, 10) == ["b", "A", "B"]
-    consumer.unsubscribe("orders")
-    put(broker, "c")
-    assert look(consumer) == []
-    assert committed(broker) == 2  # not lost with the queue
-    assert consumer.assignment() == {QueueRef("bills", 0)}
+    assert look(consumer) == ["a"]
     consumer.unsubscribe()
     assert broker.members.members("g") == []
-    assert committed(broker, QueueRef("bills", 0)) == 2
+    assert committed(broker) == 1
     with pytest.raises(ConfigError):
         consumer.poll(0)
-    consumer.subscribe("orders")
-    assert look(consumer) == ["c"]
 
 
 def test_assigned_queues_can_be_exchanged_and_positions_stay(broker: Broker) -> None:

@@ -3,9 +3,7 @@ blocks, with threads and short real times."""
 
 from __future__ import annotations
 
-import os
 import queue as standard
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +15,6 @@ import pytest
 import mqstore
 from mqstore import Queue, RetryPolicy, Store
 from tests.broker.support import full
-from tests.children import in_child
 from tests.client import popsupport
 from tests.client.support import ended, failing, in_thread, parked, until, waits_of
 
@@ -312,23 +309,6 @@ def test_an_item_that_the_codec_refuses_stores_nothing(bench: Bench) -> None:
 
 
 # -- what it is on disk ----------------------------------------------------------------------------------------------
-
-
-def test_after_kill_9_what_was_on_lease_comes_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It came when the background thread had got to it, and `for task in queue` could end before."""
-    path = tmp_path / "store"
-
-    def work() -> None:
-        queue = mqstore.open(path).queue("jobs", visibility=3600)
-        queue.put_many([b"done", b"on lease", b"ready"])
-        queue.get().ack()
-        queue.get()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    assert in_child(work) == -signal.SIGKILL
-    monkeypatch.setattr("mqstore.broker.service.Housekeeper.start", lambda self: None)
-    with mqstore.open(path) as store:
-        assert sorted(taken(store.queue("jobs"))) == [b"on lease", b"ready"]
 
 
 def test_retention_keeps_what_was_never_got(bench: Bench) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import Interceptor, Message, RetryPolicy, SimpleConsumer, Store
+from mqstore import RetryPolicy, SimpleConsumer, Store
 from tests.client.popsupport import Bench
 from tests.client.pushsupport import Told, hook
 from tests.client.support import ended, failing, in_thread, parked, until, waits_of
@@ -165,23 +165,6 @@ def test_dead_letters_of_another_group_may_be_consumed(bench: Bench) -> None:
     assert (delivery.message.body, delivery.message.properties["dlq_reason"]) == (b"a", "bad")
 
 
-def test_subscriptions_change_while_receiving(bench: Bench) -> None:
-    consumer = bench.consumer("t")
-    bench.put(b"a")
-    bench.put(b"b", topic="u")
-    assert taken(consumer) == [b"a"]
-    consumer.subscribe("u")
-    [kept] = consumer.receive(wait=0)
-    consumer.unsubscribe("u")
-    consumer.unsubscribe("nothing")
-    bench.put(b"c", topic="u")
-    assert consumer.receive(wait=0) == []
-    assert dict(bench.broker.members.subscriptions("g")) == {"t": ("TAG", "*")}
-    kept.ack()
-    assert bench.store.lag("g")[mqstore.QueueRef("u", kept.message.queue.queue_id)] <= 1
-    assert consumer.pending() == []
-
-
 # -- what a receive gives ---------------------------------------------------------------------------------------------
 
 
@@ -315,27 +298,6 @@ def test_interceptors_hear_how_it_ended_and_how_long_it_took(bench: Bench) -> No
     with pytest.raises(KeyboardInterrupt), interrupted:
         raise KeyboardInterrupt
     assert settled == [(b"0", "ack", 1.5), (b"1", "retry", 1.5), (b"2", "dlq", 1.5), (b"1", "dlq", 0.0)]
-
-
-def test_an_interceptor_that_fails_stops_nothing(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(Interceptor):
-        def on_receive(self, messages: list[Message]) -> list[Message]:
-            raise RuntimeError("mine")
-
-        def on_settle(self, message: Message, outcome: str, seconds: float) -> None:
-            raise RuntimeError("mine")
-
-    consumer = bench.consumer(interceptors=[Broken()])
-    bench.put(b"a")
-    assert taken(consumer) == [b"a"]
-    assert caplog.text.count("Broken.on_") == 2
-    assert all("group g" in line for line in caplog.messages if "Broken.on_" in line)
-    bench.put(b"b")
-    bench.put(b"c")
-    assert taken(consumer) == [b"b", b"c"]
-    assert caplog.text.count("Broken.on_") == 2
-    consumer.close()
-    assert "more were held back" in caplog.text
 
 
 # -- waiting ----------------------------------------------------------------------------------------------------------

@@ -87,9 +87,6 @@ class Consumer(Protocol):
     def handle(self, act: Act = ..., /) -> list[tuple[str, int]]:
         """Handle all messages that are ready, and return (text, attempt) of each delivery."""
 
-    def subscribe(self, tags: str) -> object:
-        """Choose other messages of the topic. A `Queue` has all."""
-
     def close(self) -> object: ...
 
 
@@ -295,6 +292,21 @@ class _Asked:
         return seen
 
 
+class _Member:
+    """Consumer with subscriptions, which a `Queue` has not."""
+
+    _world: World
+    consumer: Any
+    _handler: tuple[Act, ...] = ()
+    """Handler of a push consumer."""
+
+    def subscribe(self, tags: str = "*", topic: str = "") -> None:
+        self._world.run(self.consumer.subscribe, topic or self._world.topic, *self._handler, tags=tags)
+
+    def unsubscribe(self, topic: str) -> None:
+        self._world.run(self.consumer.unsubscribe, topic)
+
+
 class HandlerError(Exception):
     """Failure of a handler."""
 
@@ -310,28 +322,22 @@ class _Queue(_Asked):
         self._world.run(self.consumer.shutdown)
 
 
-class _Simple(_Asked):
+class _Simple(_Asked, _Member):
     def _next(self) -> Any:
         found: Sequence[Any] = self._world.run(self.consumer.receive, wait=0)
         return found[0] if found else None
-
-    def subscribe(self, tags: str) -> None:
-        self._world.run(self.consumer.subscribe, self._world.topic, tags=tags)
 
     def close(self) -> None:
         self._world.run(self.consumer.close)
 
 
-class _Pull:
+class _Pull(_Member):
     """Handles polled messages one by one. At a failure it goes back to that message."""
 
     def __init__(self, world: World, consumer: Any, tags: str) -> None:
         self._world = world
         self.consumer = consumer
         self.subscribe(tags)
-
-    def subscribe(self, tags: str) -> None:
-        self._world.run(self.consumer.subscribe, self._world.topic, tags=tags)
 
     def handle(self, act: Act = lambda message: None) -> list[tuple[str, int]]:
         run, seen = self._world.run, []
@@ -350,7 +356,7 @@ class _Pull:
         self._world.run(self.consumer.close)
 
 
-class _Push:
+class _Push(_Member):
     """Push consumer that runs only in `handle`."""
 
     def __init__(self, world: World, consumer: Any, tags: str) -> None:
@@ -358,16 +364,14 @@ class _Push:
         self.consumer = consumer
         self.seen: list[tuple[str, int]] = []
         self._act: Act = lambda message: None
-        self.subscribe(tags)
-        world.run(consumer.start)
 
-    def subscribe(self, tags: str) -> None:
         async def handle(message: Message) -> None:
             await asyncio.sleep(0)
             self._handle(message)
 
-        world = self._world
-        world.run(self.consumer.subscribe, world.topic, handle if world.kind.aio else self._handle, tags=tags)
+        self._handler = (handle if world.kind.aio else self._handle,)
+        self.subscribe(tags)
+        world.run(consumer.start)
 
     def _handle(self, message: Message) -> None:
         self.seen.append((message.text(), message.attempt))

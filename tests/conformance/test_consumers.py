@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mqstore import Interceptor, Message, Reject, Retry
+from mqstore import DeliveryResult, Interceptor, Message, Reject, Retry
 from mqstore.errors import ConfigError, GroupInUseError, SubscriptionConflictError
 from tests.conformance.consumers import KINDS, HandlerError, World, kinds
 
@@ -41,16 +41,21 @@ def failing(*texts: str, error: Callable[[], Exception] = HandlerError) -> Calla
 
 
 class Picky(Interceptor):
-    """Leaves out messages with the text "no", and notes the outcomes of the others."""
+    """Leaves out messages with the text "no", and notes the outcomes of the others, and of calls of a handler."""
 
     def __init__(self) -> None:
         self.settled: list[tuple[str, str]] = []
+        self.calls: list[tuple[str, str, list[str], str]] = []
 
     def on_receive(self, messages: list[Message]) -> list[Message]:
         return [message for message in messages if message.text() != "no"]
 
     def on_settle(self, message: Message, outcome: str, seconds: float) -> None:
         self.settled.append((message.text(), outcome))
+
+    def after_consume(self, consumed: DeliveryResult) -> None:
+        texts = [message.text() for message in consumed.messages]
+        self.calls.append((consumed.group, consumed.topic, texts, consumed.outcome))
 
 
 # -- deliver and settle -----------------------------------------------------------------------------------------------
@@ -151,6 +156,33 @@ def test_message_that_an_interceptor_leaves_out_is_done(world: World) -> None:
 
 
 @in_groups
+def test_hooks_that_fail_stop_nothing(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Interceptor):
+        def on_receive(self, messages: list[Message]) -> list[Message]:
+            raise RuntimeError("mine")
+
+        def on_settle(self, message: Message, outcome: str, seconds: float) -> None:
+            raise RuntimeError("mine")
+
+        def after_consume(self, consumed: DeliveryResult) -> None:
+            raise RuntimeError("mine")
+
+    after = Picky()
+    consumer = world.consumer(interceptors=[Broken(), after])
+    for text in "abc":
+        world.put(text)
+        assert consumer.handle() == [(text, 1)]
+    assert after.settled == [(text, "ack") for text in "abc"] * (world.kind.family != "pull")
+    assert [end for *_, end in after.calls] == ["success"] * 3 * (world.kind.family == "push")
+    lines = [line for line in caplog.messages if "Broken." in line]
+    assert len(lines) == {"pull": 1, "simple": 2, "push": 3}[world.kind.family]
+    assert all("group crew" in line for line in lines)
+    consumer.close()
+    assert "more were held back" in caplog.text
+    assert world.lag() == 0
+
+
+@in_groups
 def test_members_of_a_group_consume_alike(world: World) -> None:
     """Another kind of member is refused, and the group stays as it is."""
     world.store.create_topic(world.topic, queues=1)
@@ -234,6 +266,59 @@ def test_messages_of_queues_that_come_later_are_all_consumed(world: World) -> No
     assert sorted(consumer.handle()) == [("0", 1), ("1", 1), ("2", 1)]
 
 
+@in_groups
+def test_topics_come_and_go_while_it_runs(world: World) -> None:
+    world.put("a")
+    world.store.put("more", b"0", queue_id=0)
+    consumer = world.consumer()
+    assert consumer.handle() == [("a", 1)]
+    consumer.subscribe(topic="more")
+    world.store.put("more", b"1", queue_id=0)
+    assert consumer.handle() == [("0", 1), ("1", 1)]
+    subscriptions = world.store.broker.members.subscriptions
+    assert subscriptions(world.group).keys() >= {world.topic, "more"}
+    consumer.unsubscribe("more")
+    consumer.unsubscribe("nothing")
+    world.store.put("more", b"2", queue_id=0)
+    world.put("b")
+    assert consumer.handle() == [("b", 1)]
+    assert "more" not in subscriptions(world.group)
+    consumer.subscribe(topic="more")
+    consumer.unsubscribe(world.topic)
+    world.put("c")
+    assert consumer.handle() == [("2", 1)]
+    consumer.close()
+    assert world.lag() == 1
+
+
+@pytest.mark.parametrize("kind", kinds(lambda kind: kind.family == "push"), ids=str)
+def test_messages_of_an_unsubscribed_topic_have_not_failed(world: World) -> None:
+    """They were sent back one by one, and ended among the dead letters."""
+    consumer = world.consumer()
+    consumer.subscribe(topic="more")
+    world.put("a", "b", "c")
+    assert consumer.handle(lambda message: consumer.consumer.unsubscribe(world.topic)) == [("a", 1)]
+    world.advance(60)
+    assert consumer.handle() == world.dead() == []
+    consumer.subscribe()
+    assert consumer.handle() == [("b", 1), ("c", 1)]
+    consumer.close()
+    assert world.lag() == 0
+
+
+@every_kind
+def test_reset_group_continues_at_its_new_offset(world: World) -> None:
+    consumer = world.consumer()
+    world.put("a", "b", "c")
+    assert len(consumer.handle()) == 3
+    reset = world.store.broker.reset
+    reset(world.group, world.topic, 0, 1)
+    assert consumer.handle() == [("b", 1), ("c", 1)]
+    reset(world.group, world.topic, 0, 2)
+    consumer.close()  # which commits nothing that was before
+    assert world.consumer().handle() == [("c", 1)]
+
+
 # -- fail, retry, dead letter -----------------------------------------------------------------------------------------
 
 
@@ -274,6 +359,9 @@ def test_handler_sets_the_pause_or_rejects(world: World) -> None:
     assert consumer.handle() == [("c", 2)]
     outcomes = [("a", "dlq"), ("b", "ack"), ("c", "retry"), ("c", "ack")]
     assert sorted(notes.settled) == ([] if world.kind.family == "queue" else sorted(outcomes))
+    ends = [("a", "reject"), ("b", "success"), ("c", "retry"), ("c", "success")]
+    calls = [("crew", "work", [text], end) for text, end in ends]
+    assert notes.calls == (calls if world.kind.family == "push" else [])
 
 
 @retrying
