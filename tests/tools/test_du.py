@@ -14,6 +14,7 @@ import pytest
 
 import mqstore as library
 from mqstore import SimulatedClock, StoreConfig
+from mqstore.admin import disk_usage
 from tests.tools.support import mqstore, mqstore_json, snapshot
 
 SEGMENT, DAY_MS, HOUR_MS = 1 << 14, 86_400_000, 3_600_000
@@ -104,6 +105,21 @@ def test_size_limit_shows_what_the_front_holds(log: Log) -> None:
     bound = log.places[40] // SEGMENT
     assert (found["due_bytes"], found["held_bytes"]) == (bound * SEGMENT, (segments - 1 - bound) * SEGMENT)
     assert found["next_ms"] is None
+
+
+def test_segments_that_retention_deletes_meanwhile_are_left_out(log: Log, tmp_path: Path) -> None:
+    """`make retention` met this: the writer deleted a segment between the listing and the look at its times."""
+    store = tmp_path / "mq"
+    shutil.copytree(log.path, store)
+
+    def delete(done: int, total: int) -> None:
+        if done == total:
+            min((store / "commitlog").iterdir()).unlink()
+
+    found = disk_usage(store, progress=delete)
+
+    assert found["retention"] == disk_usage(store)["retention"]
+    assert found["retention"]["consumed_bytes"] > 0
 
 
 def test_snapshots_next_to_the_store_are_listed(log: Log, tmp_path: Path) -> None:

@@ -121,7 +121,13 @@ def disk_usage(
         }
         bound = listed if front is None else max(0, front["physical_offset"] - front["reach"])
         known = front is not None or not not_shown
-        result["retention"] = _retention(store, policy, bound if known else store.log_files.min_offset, listed)
+        while "retention" not in result:
+            try:
+                first = store.log_files.min_offset
+                result["retention"] = _retention(store, policy, bound if known else first, listed)
+            except FileNotFoundError:  # the writer's retention deleted a segment
+                if not store.log_files.refresh():
+                    raise
         if front is not None:
             since = None
             with suppress(LookupError):
