@@ -367,7 +367,6 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "Delivery.attempt": lambda x: x.delivery.attempt,
     "Delivery.expires_at": lambda x: x.delivery.expires_at,
     "Delivery.receipt": lambda x: x.delivery.receipt,
-    "Delivery.received_at": lambda x: x.delivery.received_at,
     "Delivery.settled": lambda x: x.delivery.settled,
     "Delivery.message": lambda x: x.delivery.message.body,
     "Delivery.ack": lambda x: x.delivery.ack(),

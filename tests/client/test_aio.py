@@ -283,9 +283,16 @@ async def test_waits_end_with_their_time(store: aio.Store) -> None:
             await queue.get(timeout=0.001)
         assert await queue.get_many(3, timeout=0.001) == []
         await queue.put(b"x")
-        for put in (queue.put(b"y", timeout=0.001), queue.put_nowait(b"y")):
+        with pytest.raises(mqstore.QueueFull):
+            await queue.put_nowait(b"y")
+        waiting = []
+        for _ in range(2):  # alone, and behind another
             with pytest.raises(mqstore.QueueFull):
-                await put
+                await queue.put(b"y", timeout=0.001)
+            waiting.append(asyncio.create_task(queue.put(b"z")))
+            await asyncio.sleep(0)
+        for each in waiting:
+            each.cancel()
     other = await store.queue("jobs")
     await other.shutdown(immediate=True)
     for call in (queue.put(b"y"), queue.get(), other.put(b"y"), other.get()):

@@ -111,7 +111,7 @@ RETURNING = frozenset(
         *("Queue.full", "Queue._get_at_once", "Producer.closed", "SimpleConsumer.closed"),
         *("SimpleConsumer.subscriptions", "PullConsumer.closed"),
         *("Task.attempt", "Task.expires_at", "Task.message", "Task.settled", "Task.value", "Task._ack_at_once"),
-        *("Delivery.attempt", "Delivery.expires_at", "Delivery.message", "Delivery.receipt", "Delivery.received_at"),
+        *("Delivery.attempt", "Delivery.expires_at", "Delivery.message", "Delivery.receipt"),
         *("Delivery.settled", "Delivery._ack_at_once"),
         *CLOSING,
     ]

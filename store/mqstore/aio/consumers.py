@@ -88,7 +88,6 @@ class Delivery(Lease[delivery.Delivery]):
     __slots__ = ()
 
     receipt = Value[str]()
-    received_at = Value[float]()
 
     async def __aenter__(self) -> Message:
         return self.sync.message

@@ -289,12 +289,12 @@ class Delivery(Lease):
     True
     """
 
-    __slots__ = ("received_at",)
+    __slots__ = ("_received_at",)
 
     def __init__(self, context: LeaseContext, delivery: Popped, received_at: float) -> None:
         super().__init__(context, delivery)
-        self.received_at = received_at
-        """Time of receipt, on the scale of `expires_at`."""
+        self._received_at = received_at
+        """Time of receipt, on the scale of `expires_at`, for `on_settle`."""
 
     @property
     def receipt(self) -> str:

@@ -224,7 +224,7 @@ class SimpleConsumer(Closing):
         return [each for each in deliveries if id(each.message) in left]
 
     def _settled(self, delivery: Delivery, outcome: Settled) -> None:
-        took_s = self._clock.monotonic_ms() / 1000 - delivery.received_at
+        took_s = self._clock.monotonic_ms() / 1000 - delivery._received_at
         self._hooks.notify(self._hooks.on_settle, delivery.message, outcome, took_s)
 
     def __iter__(self) -> Iterator[Delivery]:
