@@ -61,6 +61,9 @@ CASES: list[tuple[str, dict[str, Any], type[Exception], str | None]] = [
     ("simple_consumer", {"topics": {"rmq_sys_pop_log": "*"}}, NotPermittedError, "system topic"),
     ("simple_consumer", {"topics": {"t": "price > 5"}}, FilterError, "tag expression"),
     ("simple_consumer", {"topics": {"t": "||"}}, FilterError, "bar without a tag"),
+    ("queue", {"retry": 3}, ConfigError, "retry must be a mqstore.RetryPolicy or None, not 3"),
+    ("queue", {"ordered": "x"}, ConfigError, "ordered must be True or False, not 'x'"),
+    ("queue", {"dead_letter_expired": "x"}, ConfigError, "must be True, False or None, not 'x'"),
     ("queue", {"name": "SCHEDULE_TOPIC_XXXX"}, NotPermittedError, "system topic"),
 ]
 

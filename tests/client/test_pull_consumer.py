@@ -18,8 +18,6 @@ import mqstore
 from mqstore import Message, PullConsumer, QueueRef, SimulatedClock
 from mqstore.errors import (
     ConfigError,
-    FilterError,
-    InvalidMessageError,
     NotPermittedError,
     OffsetOutOfRangeError,
     StoreClosedError,
@@ -107,17 +105,6 @@ def test_queues_take_turns_and_an_empty_one_holds_up_nobody(broker: Broker) -> N
     consumer = subscribed(broker)
 
     assert [look(consumer, 2) for _ in range(5)] == [["a", "b"], ["A", "B"], ["c", "d"], ["C", "D"], []]
-
-
-def test_filtered_messages_are_consumed(broker: Broker) -> None:
-    put(broker, *"abc", tag="no")
-    consumer = subscribed(broker, auto_commit_interval=0, tags="yes")
-    assert look(consumer) == []
-    assert consumer.position(Q[0]) == 3
-    look(consumer)
-    assert committed(broker) == 3
-    put(broker, "d", tag="yes")
-    assert look(consumer) == ["d"]
 
 
 def test_a_poll_reads_on_over_more_than_one_read_passes(broker: Broker) -> None:
@@ -433,24 +420,6 @@ def test_to_subscribe_and_to_assign_exclude_each_other(broker: Broker) -> None:
     assert consumer.assignment() == {Q[0]}
 
 
-def test_subscribing_to_what_cannot_be_changes_nothing(broker: Broker) -> None:
-    consumer = subscribed(broker)
-    look(consumer)
-    wrong: list[tuple[Callable[[], None], type[Exception]]] = [
-        (lambda: consumer.subscribe(), ConfigError),
-        (lambda: consumer.subscribe("a b"), InvalidMessageError),
-        (lambda: consumer.subscribe(["orders"]), InvalidMessageError),  # type: ignore[arg-type]
-        (lambda: consumer.subscribe("rmq_sys_wheel_timer"), NotPermittedError),
-        (lambda: consumer.subscribe("orders", sql="price >"), FilterError),
-        (lambda: consumer.subscribe("orders", tags="price > 5"), FilterError),
-        (lambda: consumer.subscribe("orders", tags="a", sql="price > 5"), ConfigError),
-    ]
-    for call, error in wrong:
-        with pytest.raises(error):
-            call()
-    assert broker.members.subscriptions("g") == {"orders": ("TAG", "*")}
-
-
 def test_assigning_what_is_not_there_changes_nothing(broker: Broker) -> None:
     consumer = assigned(broker, Q[0])
     with pytest.raises(ConfigError):
@@ -464,7 +433,7 @@ def test_assigning_what_is_not_there_changes_nothing(broker: Broker) -> None:
 
 def test_a_poll_needs_something_to_poll(broker: Broker) -> None:
     consumer = PullConsumer(broker, "g")
-    for call in (lambda: consumer.poll(0), lambda: next(iter(consumer))):
+    for call in (consumer.subscribe, lambda: consumer.poll(0), lambda: next(iter(consumer))):
         with pytest.raises(ConfigError, match="subscribe"):
             call()
     for wrong in (0, -1, 1.5, True):

@@ -58,20 +58,6 @@ def test_bad_option_of_put_is_refused_alike(doors: Doors, options: Put, kind: ty
     assert not any(queue.counts().values())
 
 
-OPTIONS: list[tuple[Put, str]] = [
-    ({"retry": 3}, "retry must be a mqstore.RetryPolicy or None, not 3"),
-    ({"ordered": "x"}, "ordered must be True or False, not 'x'"),
-    ({"dead_letter_expired": "x"}, "dead_letter_expired must be True, False or None, not 'x'"),
-]
-
-
-@pytest.mark.parametrize(("options", "words"), OPTIONS, ids=[str(case[0]) for case in OPTIONS])
-def test_bad_option_of_queue_leaves_no_topic(doors: Doors, options: Put, words: str) -> None:
-    with pytest.raises(errors.ConfigError, match=words):
-        doors.queue("new", **options)
-    assert doors.store.broker.topics.get("new") is None
-
-
 @pytest.mark.parametrize("key", [None, 5, b"x", "", "a b"])
 def test_find_refuses_what_cannot_be_a_key(doors: Doors, key: Any) -> None:
     with pytest.raises(errors.InvalidMessageError, match="a key must be a str without spaces"):

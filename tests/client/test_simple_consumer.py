@@ -101,25 +101,6 @@ def test_receive_without_subscription_is_refused(bench: Bench) -> None:
 # -- what of, and from where on ---------------------------------------------------------------------------------------
 
 
-def test_tags_and_sql(bench: Bench) -> None:
-    consumer = bench.store.simple_consumer("g")
-    consumer.subscribe("t", tags="AaAa || red")
-    consumer.subscribe("u", sql="price > 5")
-    bench.put(b"1", tag="red")
-    bench.put(b"2", tag="BBBB")  # as a number the same as AaAa
-    bench.put(b"3")
-    bench.put(b"4", tag="AaAa")
-    bench.put(b"5", topic="u", properties={"price": "6"})
-    bench.put(b"6", topic="u", properties={"price": "5"})
-    assert taken(consumer) == [b"1", b"4", b"5"]
-    assert sum(bench.store.lag("g").values()) == 0  # the others are passed over for the whole group
-    with pytest.raises(mqstore.errors.FilterError):
-        consumer.subscribe("v", sql="price >")
-    with pytest.raises(mqstore.errors.ConfigError, match="not both"):
-        consumer.subscribe("v", tags="red", sql="price > 5")
-    assert consumer.subscriptions == {"t": "AaAa || red", "u": "price > 5"}
-
-
 def test_a_new_filter_counts_for_prefetched_messages(bench: Bench) -> None:
     bench.store.create_topic("one", queues=1)
     consumer = bench.store.simple_consumer("g")

@@ -83,6 +83,17 @@ def test_next_attempt_ends_the_wait(world: World) -> None:
     assert wait.outcome() == [("a", 2)]
 
 
+@leasing
+def test_replayed_dead_letter_ends_the_wait(world: World) -> None:
+    consumer = world.consumer()
+    world.put("a")
+    consumer.take().reject()
+    wait = Wait(world, consumer)
+    world.store.dead_letters(world.group).replay()
+    world.settle()
+    assert wait.outcome() == [("a", 1)]
+
+
 @ordered
 def test_ack_of_the_one_before_ends_the_wait(world: World) -> None:
     consumer = world.consumer()

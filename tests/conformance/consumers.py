@@ -300,8 +300,8 @@ class _Member:
     _handler: tuple[Act, ...] = ()
     """Handler of a push consumer."""
 
-    def subscribe(self, tags: str = "*", topic: str = "") -> None:
-        self._world.run(self.consumer.subscribe, topic or self._world.topic, *self._handler, tags=tags)
+    def subscribe(self, tags: str = "*", topic: str = "", **options: str) -> None:
+        self._world.run(self.consumer.subscribe, topic or self._world.topic, *self._handler, tags=tags, **options)
 
     def unsubscribe(self, topic: str) -> None:
         self._world.run(self.consumer.unsubscribe, topic)

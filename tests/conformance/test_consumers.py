@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from mqstore import DeliveryResult, Interceptor, Message, Reject, Retry
-from mqstore.errors import ConfigError, GroupInUseError, SubscriptionConflictError
+from mqstore.errors import (
+    ConfigError,
+    FilterError,
+    GroupInUseError,
+    InvalidMessageError,
+    NotPermittedError,
+    SubscriptionConflictError,
+)
 from tests.conformance.consumers import KINDS, HandlerError, World, kinds
 
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -133,13 +140,38 @@ def test_members_of_a_group_share_the_messages(world: World) -> None:
 
 
 @in_groups
-def test_only_messages_with_the_tags_are_delivered(world: World) -> None:
+def test_only_messages_with_the_tags_or_properties_are_delivered(world: World) -> None:
     consumer = world.consumer(tags="red || green")
     for tag in ("red", "blue", "green", None):
         world.put(str(tag), tag=tag)
     assert consumer.handle() == [("red", 1), ("green", 1)]
+    consumer.subscribe(sql="price > 5")
+    world.put("5", properties={"price": "5"})
+    world.put("6", properties={"price": "6"})
+    assert consumer.handle() == [("6", 1)]
     consumer.close()
     assert world.lag() == 0
+
+
+@in_groups
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"topic": "a b"}, InvalidMessageError),
+        ({"topic": "rmq_sys_wheel_timer"}, NotPermittedError),
+        ({"tags": "price > 5"}, FilterError),
+        ({"tags": "\t "}, FilterError),  # a group would pass over all, and nobody would know why
+        ({"sql": "price >"}, FilterError),
+        ({"tags": "a", "sql": "price > 5"}, ConfigError),
+    ],
+)
+def test_wrong_subscription_is_refused(world: World, options: dict[str, str], error: type[Exception]) -> None:
+    consumer = world.consumer(tags="red")
+    consumer.handle()
+    before = world.store.broker.members.subscriptions(world.group)
+    with pytest.raises(error):
+        consumer.subscribe(**options)
+    assert world.store.broker.members.subscriptions(world.group) == before
 
 
 @in_groups
