@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mqstore import BatchFailure, Interceptor, Message, PushConsumer, QueueRef, Retention, Retry
-from mqstore.errors import ConfigError, GroupInUseError, OffsetOutOfRangeError, StoreBusyError
+from mqstore.errors import ConfigError, GroupInUseError, StoreBusyError
 from tests.client.pushsupport import (
     PushBench,
     Told,
@@ -194,24 +193,6 @@ def test_the_total_is_of_each_topic(bench: PushBench) -> None:
     consumer.seek(T0, "earliest")
     bench.settle()
     assert unsettled(consumer) == {T0: 5, T1: 5}  # one that is restarted has its share
-
-
-def test_a_paused_queue_is_not_pulled_and_stays(bench: PushBench) -> None:
-    seen = Seen()
-    consumer = bench.consumer(seen)
-    bench.settle()
-    consumer.pause(T0)
-    bench.put(b"0")
-    bench.settle()
-    assert seen == []
-    assert place(bench) == "paused"
-    assert consumer.assignment() == {T0}
-    bench.advance(180)  # nor is it taken for silent
-    assert place(bench) == "paused"
-    consumer.resume(T0)
-    bench.settle()
-    assert seen == [b"0"]
-    assert place(bench) == "waiting"
 
 
 def test_a_paused_consumer_moves_nothing_until_it_is_resumed(bench: PushBench) -> None:
@@ -649,31 +630,6 @@ def test_another_filter_counts_at_once_for_who_waits(bench: PushBench) -> None:
     bench.put(b"a", tag="A")
     bench.advance(6)
     assert (seen, bench.committed()) == ([b"b"], 2)
-
-
-def test_seek_moves_to_the_offset(bench: PushBench) -> None:
-    seen = Seen()
-    consumer = bench.consumer(seen)
-    bench.put(b"0", b"1")
-    bench.settle()
-    bench.clock.advance(60_000)
-    bench.put(b"2", b"3")
-    bench.settle()
-    then = datetime.fromtimestamp((bench.clock.now_ms() - 30_000) / 1000, UTC)
-    for to, expected in ((1, 1), ("earliest", 0), ("latest", 4), (then, 2), (4, 4)):
-        seen.clear()
-        consumer.seek(T0, to)  # type: ignore[arg-type]
-        assert bench.committed() == expected
-        bench.settle()
-        assert seen == [b"0", b"1", b"2", b"3"][expected:]
-        assert bench.committed() == 4
-    for wrong in (5, -1):
-        with pytest.raises(OffsetOutOfRangeError):
-            consumer.seek(T0, wrong)
-    with pytest.raises(ConfigError, match="not assigned"):
-        consumer.seek(T1, 0)
-    with pytest.raises(ConfigError, match="earliest"):
-        consumer.seek(T0, "begin")  # type: ignore[arg-type]
 
 
 def test_of_two_seeks_at_once_the_second_counts(bench: PushBench) -> None:

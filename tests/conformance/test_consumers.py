@@ -6,18 +6,20 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from random import Random
 from typing import Any
 
 import pytest
 
-from mqstore import DeliveryResult, Interceptor, Message, Reject, Retry
+from mqstore import DeliveryResult, Interceptor, Message, QueueRef, Reject, Retry
 from mqstore.errors import (
     ConfigError,
     FilterError,
     GroupInUseError,
     InvalidMessageError,
     NotPermittedError,
+    OffsetOutOfRangeError,
     SubscriptionConflictError,
 )
 from tests.conformance.consumers import KINDS, HandlerError, World, kinds
@@ -349,6 +351,57 @@ def test_reset_group_continues_at_its_new_offset(world: World) -> None:
     reset(world.group, world.topic, 0, 2)
     consumer.close()  # which commits nothing that was before
     assert world.consumer().handle() == [("c", 1)]
+
+
+# -- offsets ----------------------------------------------------------------------------------------------------------
+
+owners = pytest.mark.parametrize("kind", kinds(lambda kind: kind.commits), ids=str)
+"""Consumers that own queues."""
+
+
+@owners
+def test_seek_moves_to_an_offset_or_a_time(world: World) -> None:
+    world.store.create_topic(world.topic, queues=1)
+    queue = QueueRef(world.topic, 0)
+    world.put("0", "1")
+    world.advance(60)
+    when = datetime.fromtimestamp(world.clock.now_ms() / 1000, UTC)
+    world.put("2", "3")
+    consumer = world.consumer()
+    seek = partial(world.run, consumer.consumer.seek)
+    assert len(consumer.handle()) == 4
+    for to, first in ((1, 1), ("earliest", 0), ("latest", 4), (when, 2), (4, 4)):
+        seek(queue, to)
+        assert [text for text, _ in consumer.handle()] == list("0123"[first:])
+    for outside in (-1, 5):
+        with pytest.raises(OffsetOutOfRangeError) as raised:
+            seek(queue, outside)
+        assert (raised.value.min_offset, raised.value.max_offset) == (0, 4)
+    for where, to in ((queue, "first"), (queue, None), (queue, 1.5), (queue, True), (QueueRef(world.topic, 1), 0)):
+        with pytest.raises(ConfigError):
+            seek(where, to)
+    seek(queue, 1)
+    consumer.close()
+    assert world.lag() == 3  # the caller has ordered it
+
+
+@owners
+def test_paused_queue_is_kept_and_not_consumed(world: World) -> None:
+    world.store.create_topic(world.topic, queues=2)
+    first, second = (QueueRef(world.topic, queue_id) for queue_id in range(2))
+    consumer = world.consumer()
+    assert consumer.handle() == []
+    world.run(consumer.consumer.pause, first)
+    world.put("a")
+    world.put("A", queue_id=1)
+    handled = consumer.handle()
+    for _ in range(4):  # nor is it taken for silent or lost
+        world.advance(50)
+        handled += consumer.handle()
+    assert handled == [("A", 1)]
+    assert {first, second} <= world.run(consumer.consumer.assignment)
+    world.run(consumer.consumer.resume, first)
+    assert consumer.handle() == [("a", 1)]
 
 
 # -- fail, retry, dead letter -----------------------------------------------------------------------------------------
