@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from mqstore import BatchFailure, Interceptor, Message, PushConsumer, QueueRef, Retention, Retry
+from mqstore import BatchFailure, Interceptor, Message, PushConsumer, QueueRef, Retry
 from mqstore.errors import ConfigError, GroupInUseError, StoreBusyError
 from tests.client.pushsupport import (
     PushBench,
     Told,
-    commit_unchecked,
     engine_of,
     fail_outside_of_handlers,
     hook,
@@ -227,41 +226,6 @@ def test_a_queue_that_is_paused_before_it_is_ours_is_paused_then(bench: PushBenc
 
 
 # --- what a pull finds ---------------------------------------------------------------------------------------------
-
-
-def test_retention_under_a_paused_queue_is_reported(tmp_path: Path) -> None:
-    """clients#pull: requested < min."""
-    retention = Retention(age=None, max_bytes=100_000, unconsumed="drop")
-    bench = PushBench(tmp_path / "store", retention=retention, segment_bytes=1 << 16)
-    hook, seen = Told(), Seen()
-    consumer = bench.consumer(seen, interceptors=[hook])
-    bench.settle()
-    consumer.pause(T0)
-    bench.put(*[b"%d" % i + b"." * 5_000 for i in range(100)])
-    bench.advance(120)
-    low = bench.broker.min_offset("t", 0)
-    assert 0 < low < 100
-    consumer.resume(T0)
-    bench.settle()
-    assert [int(body.partition(b".")[0]) for body in seen] == list(range(low, 100))
-    assert hook.news[-1] == ("reset", T0, 0, low)
-    assert bench.committed() == 100
-    bench.close()
-
-
-def test_offset_beyond_the_queue_is_moved_back(bench: PushBench) -> None:
-    """clients#pull: requested > max, as after a crash that cost the log its tail."""
-    hook, seen = Told(), Seen()
-    bench.put(b"0", b"1")
-    consumer = bench.consumer(seen, interceptors=[hook], run=False)
-    commit_unchecked(bench.broker, 9)
-    consumer.start()
-    bench.settle()
-    assert hook.news[-1] == ("reset", T0, 9, 2)
-    assert bench.committed() == 2
-    bench.put(b"2")
-    bench.settle()
-    assert seen == [b"2"]
 
 
 @pytest.mark.parametrize("where", ["waiting", "full", "paused", "timer"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,13 @@ from typing import Any
 import pytest
 
 from mqstore import QueueRef, Retention
-from tests.client.popsupport import BOTH, Bench, Push
+from tests.client.popsupport import Bench
 from tests.client.pushsupport import Told, commit_unchecked, note_losses
+from tests.conformance.consumers import Kind, World, kinds
 from tests.log.support import flip
 
 Q = QueueRef("t", 0)
+in_groups = pytest.mark.parametrize("kind", kinds(lambda kind: kind.family != "queue"), ids=str)
 POLICY: dict[str, Any] = {"segment_bytes": 4096, "retention": Retention(age=60, unconsumed="drop")}
 
 
@@ -24,6 +25,17 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.store.create_topic("t", queues=1)
     yield bench
     bench.store.close()
+
+
+@pytest.fixture
+def world(kind: Kind, tmp_path: Path) -> Iterator[World]:
+    """Group g, and topic t of one queue."""
+    world = World(kind, tmp_path / "store", **POLICY)
+    world.topic, world.group = Q.topic, "g"
+    world.store.create_topic("t", queues=1)
+    world.store.broker.groups.create("g", orderly=kind.ordered)
+    yield world
+    world.close()
 
 
 def put_and_lose(bench: Bench) -> int:
@@ -38,50 +50,41 @@ def stats_lost(bench: Bench, group: str = "g") -> int:
     return sum(lost for (name, *_), lost in bench.broker.stats().counters.lost.items() if name == group)
 
 
-@BOTH
-def test_simple_consumer_reports_losses(bench: Bench, ordered: bool) -> None:
+@in_groups
+def test_each_loss_is_reported_once(world: World) -> None:
     """It stood in `stats()` and in the log alone: consumers by queue were told, those by pop were not."""
     witness = Told()
-    consumer = bench.consumer(ordered=ordered, interceptors=[witness])
-    first = put_and_lose(bench)
-    [delivery] = consumer.receive(wait=0)
-    delivery.ack()
-    assert delivery.message.offset == first > 0
-    assert witness.news == [("reset", Q, 0, first)]
-    assert stats_lost(bench) == first
-    consumer.receive(5, wait=0)
-    assert witness.news == [("reset", Q, 0, first)]
-    consumer.close()
+    consumer = world.consumer(interceptors=[witness])
+    assert consumer.handle() == []
+    resets, lost = [], 0
+    for begin in (0, 100):
+        world.store.put_many("t", [bytes(100)] * 100)
+        for _ in range(3):
+            world.advance(30)
+        first = world.store.offsets("t", 0)[0]
+        assert begin < first < begin + 100
+        resets.append(("reset", Q, begin, first))
+        lost += first - begin
+        assert len(consumer.handle()) == begin + 100 - first
+        assert consumer.handle() == []
+        assert [news for news in witness.news if news[0] == "reset"] == resets
+        if not world.kind.commits:
+            assert sum(world.store.broker.stats().counters.lost.values()) == lost
 
 
-@BOTH
-def test_push_consumer_reports_losses(bench: Bench, ordered: bool) -> None:
+@in_groups
+def test_offset_beyond_the_end_is_moved_back_and_reported(world: World) -> None:
+    """As after a crash that cost the log its tail."""
     witness = Told()
-    push = Push(bench, ordered=ordered, interceptors=[witness])
-    push.go()
-    push.consumer.pause()
-    first = put_and_lose(bench)
-    assert witness.news == []
-    push.consumer.resume()
-    push.go()
-    assert len(push.seen) == 100 - first < 100
-    assert witness.news == [("reset", Q, 0, first)]
-    push.consumer.stop()
-
-
-def test_each_loss_is_reported_once(bench: Bench) -> None:
-    witness = Told()
-    consumer = bench.consumer(interceptors=[witness])
-    first = put_and_lose(bench)
-    while found := consumer.receive(32, wait=0):
-        for each in found:
-            each.ack()
-    second = put_and_lose(bench)
-    consumer.receive(wait=0)
-    assert second > 100
-    assert witness.news == [("reset", Q, 0, first), ("reset", Q, 100, second)]
-    assert stats_lost(bench) == first + second - 100
+    world.put("0", "1")
+    commit_unchecked(world.store.broker, 9)
+    consumer = world.consumer(interceptors=[witness])
+    assert consumer.handle() == []
+    assert [news for news in witness.news if news[0] == "reset"] == [("reset", Q, 9, 2)]
+    world.put("2")
+    assert consumer.handle() == [("2", 1)]
     consumer.close()
+    assert world.store.committed("g", Q) == 3
 
 
 def test_popped_message_lost_before_redelivery_is_reported(bench: Bench) -> None:
@@ -99,18 +102,6 @@ def test_popped_message_lost_before_redelivery_is_reported(bench: Bench) -> None
     consumer.receive(wait=0)
     assert witness.news == [("reset", Q, 0, 5)]
     assert stats_lost(bench) == 5
-    consumer.close()
-
-
-def test_offset_beyond_the_end_is_reported(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    bench.broker.groups.create("g")
-    bench.put(b"a")
-    commit_unchecked(bench.broker, 99)
-    witness = Told()
-    consumer = bench.consumer(interceptors=[witness])
-    with caplog.at_level(logging.ERROR, "mqstore"):
-        assert consumer.receive(wait=0) == []
-    assert witness.news == [("reset", Q, 99, 1)]
     consumer.close()
 
 

@@ -25,7 +25,7 @@ from mqstore.errors import (
     TopicNotFoundError,
 )
 from tests.client.pushsupport import Told
-from tests.client.support import Broker, behind, ended, in_thread, parked, until
+from tests.client.support import Broker, ended, in_thread, parked, until
 
 Q = [QueueRef("orders", i) for i in range(6)]
 LEASE_MS = 60_000
@@ -335,18 +335,6 @@ def test_missing_offset_continues_at_the_first(broker: Broker) -> None:
 
     assert look(consumer) == ["d"]
     assert told.news[1:] == [("reset", Q[0], 1, 3)]
-
-
-def test_from_an_offset_that_never_was_it_goes_on_at_the_end(broker: Broker) -> None:
-    broker.groups.create("g")
-    put(broker, *"abc")
-    behind(broker).offsets.commit(("g", "orders", 0), 99)  # type: ignore[arg-type]
-    consumer = subscribed(broker, auto_commit_interval=0)
-    assert look(consumer) == []
-    put(broker, "d")
-    assert look(consumer) == ["d"]
-    look(consumer)
-    assert committed(broker) == 4
 
 
 def test_a_read_that_fails_is_tried_again_and_keeps_nothing_of_the_others(

@@ -158,12 +158,13 @@ class Lease:
 class World:
     """One store, its clock, and the consumers of one group. Topic and group of a `Queue` have its name."""
 
-    def __init__(self, kind: Kind, path: Path, open_store: OpenStore = mqstore.open) -> None:
+    def __init__(self, kind: Kind, path: Path, open_store: OpenStore = mqstore.open, **config: Any) -> None:
         self.kind = kind
         self.path = path
         self.topic = "work"
         self.group = self.topic if kind.family == "queue" else "crew"
         self.clock = SimulatedClock()
+        self._config = StoreConfig(clock=self.clock, **config)
         self._open_store = open_store
         self._runner: asyncio.Runner | None = None
         self.opened = False
@@ -171,14 +172,13 @@ class World:
 
     # -- the store --------------------------------------------------------------------------------------------------
 
-    def open(self, **options: Any) -> None:
-        config = StoreConfig(clock=self.clock)
+    def open(self) -> None:
         if self.kind.aio:
             self._runner = asyncio.Runner()
-            self.aio: aio.Store = self.run(aio.open(self.path, config=config).__aenter__)
+            self.aio: aio.Store = self.run(aio.open(self.path, config=self._config).__aenter__)
             self.store = self.aio.sync
         else:
-            self.store = self._open_store(self.path, config=config)
+            self.store = self._open_store(self.path, config=self._config)
         self.opened = True
 
     def close(self) -> None:
