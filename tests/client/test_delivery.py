@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 
 import mqstore
 from mqstore import Delivery, Message, RetryPolicy, SimpleConsumer
-from tests.broker.support import full
 from tests.client.popsupport import Bench
 
 
@@ -33,64 +31,6 @@ def received(bench: Bench, consumer: SimpleConsumer, body: bytes = b"a") -> Deli
     bench.put(body)
     [delivery] = consumer.receive(wait=0)
     return delivery
-
-
-def leave(delivery: Delivery) -> None:
-    """Give it back unseen."""
-    with suppress(KeyboardInterrupt), delivery:
-        raise KeyboardInterrupt
-
-
-def again(consumer: SimpleConsumer) -> list[tuple[bytes, int]]:
-    """(body, attempt) of what can be received now, which is given back unseen."""
-    found = consumer.receive(10, wait=0)
-    for delivery in found:
-        leave(delivery)
-    return [(delivery.message.body, delivery.attempt) for delivery in found]
-
-
-# -- the verbs --------------------------------------------------------------------------------------------------------
-
-
-def test_an_ack_that_is_late_counts_until_the_message_was_given_to_others(
-    bench: Bench, consumer: SimpleConsumer
-) -> None:
-    delivery = received(bench, consumer)
-    bench.advance(30)
-    if consumer.ordered:  # nobody has popped it
-        delivery.ack()
-        assert (delivery.settled, again(consumer)) == (True, [])
-    else:  # the copy is there
-        with pytest.raises(mqstore.errors.ReceiptExpiredError):
-            delivery.ack()
-        assert not delivery.settled
-
-
-# -- a full disk ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("verb", ["ack", "nack", "reject"])
-def test_full_disk_is_raised_and_the_verb_repeatable(
-    bench: Bench, consumer: SimpleConsumer, verb: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    delivery = received(bench, consumer)
-    with monkeypatch.context() as disk:
-        for name in ("ack", "ack_at_once", "nack", "dead_letter"):
-            disk.setattr(bench.broker, name, full)
-        with pytest.raises(mqstore.errors.StoreFullError):
-            getattr(delivery, verb)()
-        assert not delivery.settled
-        with pytest.raises(RuntimeError, match="mine"), delivery:
-            raise RuntimeError("mine")
-        assert not delivery.settled
-    getattr(delivery, verb)()
-    assert delivery.settled
-    bench.advance(10)
-    assert again(consumer) == ([(b"a", 2)] if verb == "nack" else [])
-    assert len(bench.letters()) == (verb == "reject")
-
-
-# -- what it shows ----------------------------------------------------------------------------------------------------
 
 
 FACTS = (

@@ -9,6 +9,7 @@ import pytest
 
 import mqstore
 from mqstore import Message, Reject, Retry
+from tests.broker.support import full
 from tests.conformance.consumers import LEASING, HandlerError, Lease, World
 
 pytestmark = pytest.mark.parametrize("kind", LEASING, ids=str)
@@ -165,6 +166,36 @@ def test_late_verbs_change_nothing(world: World) -> None:
     assert again(world) == []
     second.ack()
     assert (world.dead(), world.lag()) == ([], 0)
+
+
+def test_late_ack_counts_if_nobody_else_had_the_message(world: World) -> None:
+    lease = received(world)
+    world.advance(30)
+    if world.kind.ordered:  # read again where it is
+        lease.ack()
+        assert (lease.settled, again(world)) == (True, [])
+    else:  # the copy is there
+        with pytest.raises(mqstore.errors.ReceiptExpiredError):
+            lease.ack()
+        assert not lease.settled
+
+
+@pytest.mark.parametrize("verb", ["ack", "nack", "reject"])
+def test_verb_on_a_full_disk_can_be_repeated(world: World, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lease = received(world)
+    with monkeypatch.context() as disk:
+        for name in ("ack", "ack_at_once", "nack", "dead_letter"):
+            disk.setattr(world.store.broker, name, full)
+        with pytest.raises(mqstore.errors.StoreFullError):
+            getattr(lease, verb)()
+        with pytest.raises(HandlerError, match="mine"):
+            lease.block(raising(HandlerError("mine")))
+        assert not lease.settled
+    getattr(lease, verb)()
+    assert lease.settled
+    world.advance(10)
+    assert again(world) == ([("a", 2)] if verb == "nack" else [])
+    assert len(world.dead()) == (verb == "reject")
 
 
 # -- with -------------------------------------------------------------------------------------------------------------
