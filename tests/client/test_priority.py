@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import RetryPolicy
 from mqstore.errors import ConfigError, ReceiptExpiredError
 from tests.client.doors import Doors
 from tests.client.popsupport import BOTH
@@ -186,18 +185,6 @@ def test_released_task_returns_after_its_delay_with_the_same_attempt(doors: Door
     assert taken(queue) == [("a", 2)]
 
 
-@BOTH
-def test_a_task_is_released_any_number_of_times(doors: Doors, ordered: bool) -> None:
-    queue = texts(doors, ordered=ordered, retry=RetryPolicy(1))
-    queue.put("a")
-    for delay in (0, 3, 0, 12 * 3600):
-        queue.get().release(delay=delay)
-        doors.clock.advance(1000 * delay)
-        doors.settle()
-    assert taken(queue) == [("a", 1)]
-    assert list(doors.store.dead_letters("jobs")) == []
-
-
 def test_an_ordered_queue_holds_later_items_until_a_released_one_returns(doors: Doors) -> None:
     queue = texts(doors, ordered=True)
     queue.put_many("ab")
@@ -205,46 +192,6 @@ def test_an_ordered_queue_holds_later_items_until_a_released_one_returns(doors: 
     assert taken(queue) == []
     doors.advance(5)
     assert taken(queue) == [("a", 1), ("b", 1)]
-
-
-@BOTH
-def test_release_is_a_verb_like_the_others(doors: Doors, ordered: bool) -> None:
-    queue = texts(doors, ordered=ordered)
-    queue.put("a")
-    task = queue.get()
-    for delay in (-1, 12 * 3600 + 1, "soon"):
-        with pytest.raises(ConfigError, match="delay"):
-            task.release(delay=delay)  # type: ignore[arg-type]
-    assert not task.settled
-    task.release(delay=1)
-    task.release()  # to repeat it does nothing
-    for verb in (task.ack, task.nack, task.reject):
-        with pytest.raises(ReceiptExpiredError, match="by release"):
-            verb()
-    doors.advance(1)
-    assert taken(queue) == [("a", 1)]
-
-
-def test_a_task_whose_lease_has_ended_cannot_be_released(doors: Doors) -> None:
-    queue = texts(doors, visibility=1)
-    queue.put("a")
-    for delay in (0, 5):
-        task = queue.get()
-        doors.advance(1)
-        with pytest.raises(ReceiptExpiredError):
-            task.release(delay=delay)
-    assert [value for value, _ in taken(queue)] == ["a"]
-
-
-def test_a_delivery_of_a_simple_consumer_is_released_likewise(doors: Doors) -> None:
-    consumer = doors.consumer(group="g")
-    doors.put("a")
-    [delivery] = consumer.receive(wait=0)
-    delivery.release(delay=2)
-    doors.advance(1)
-    assert consumer.receive(wait=0) == []
-    doors.advance(1)
-    assert [each.attempt for each in consumer.receive(wait=0)] == [1]
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------

@@ -134,6 +134,9 @@ class Lease:
     def reject(self, *reason: str) -> None:
         self._run(self._lease.reject, *reason)
 
+    def release(self, delay: float = 0) -> None:
+        self._run(self._lease.release, delay)
+
     def extend(self, visibility: float) -> None:
         self._run(self._lease.extend, visibility)
 

@@ -81,6 +81,21 @@ def test_reject_writes_one_dead_letter(world: World) -> None:
     assert (again(world), world.dead()) == ([], [("a", "no such customer"), ("a", "rejected")])
 
 
+def test_release_redelivers_after_its_delay_without_an_attempt(world: World) -> None:
+    lease, consumer = received(world), world.consumer(visibility=30)
+    for delay in (0, 5, 0.5, 12 * 3600):  # more often than it may fail
+        lease.release(delay)
+        lease.release(1)
+        if delay:
+            world.clock.advance(round(1000 * delay) - 1)
+            assert consumer.nothing()
+        world.clock.advance(1)
+        lease = consumer.take()
+        assert lease.seen == ("a", 1)
+    lease.ack()
+    assert (world.lag(), world.dead()) == (0, [])
+
+
 def test_extend_sets_the_time_left(world: World) -> None:
     lease = received(world)
     world.advance(20)
@@ -98,6 +113,7 @@ VERBS: dict[str, tuple[Callable[[Lease], object], list[tuple[str, int]]]] = {
     "nack": (Lease.nack, [("a", 2)]),
     "reject": (Lease.reject, []),
     "leave": (leave, [("a", 1)]),
+    "release": (Lease.release, [("a", 1)]),
 }
 """Verbs, and what can be received afterwards."""
 
@@ -106,7 +122,7 @@ def test_settled_lease_refuses_other_verbs(world: World) -> None:
     for first, (verb, expected) in VERBS.items():
         lease = received(world)
         verb(lease)
-        for other in VERBS.keys() - {first, "leave"}:
+        for other in VERBS.keys() - {first, "leave"} - ({"release"} if first == "leave" else set()):
             with pytest.raises(mqstore.errors.ReceiptExpiredError, match="settled before"):
                 VERBS[other][0](lease)
         with pytest.raises(mqstore.errors.ReceiptExpiredError, match="settled before"):
@@ -119,7 +135,7 @@ def test_settled_lease_refuses_other_verbs(world: World) -> None:
 def test_wrong_time_settles_nothing(world: World) -> None:
     lease = received(world)
     for wrong in (-1, 12 * 3600 + 1, float("nan"), float("inf")):
-        for verb in (lease.nack, lease.extend):
+        for verb in (lease.nack, lease.release, lease.extend):
             with pytest.raises(mqstore.errors.ConfigError):
                 verb(wrong)
     assert not lease.settled
@@ -157,7 +173,7 @@ def test_late_verbs_change_nothing(world: World) -> None:
     late = consumer.take()
     world.advance(30)
     second = consumer.take()
-    for verb in (late.ack, late.nack, late.reject, lambda: late.extend(100)):
+    for verb in (late.ack, late.nack, late.reject, late.release, lambda: late.extend(100)):
         with pytest.raises(mqstore.errors.ReceiptExpiredError):
             verb()
     assert not late.settled
