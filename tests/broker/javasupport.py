@@ -195,10 +195,6 @@ class Java:
             where, queue_id = TIMER_TOPIC, 0
         self.bench.parts.store.append(where, queue_id, body, properties=properties)
 
-    def read_to(self, queue_id: int, last: int) -> None:
-        """The revive service is done with the records up to `last`."""
-        self.bench.parts.offsets.commit(QueueKey(REVIVE_GROUP, REVIVE, queue_id), last)
-
     def committed(self, offset: int, *, topic: str = "t", group: str = "g", queue_id: int = 0) -> None:
         self.bench.parts.offsets.commit(QueueKey(group, topic, queue_id), offset)
 

@@ -104,15 +104,6 @@ def test_consumed_message_counts_no_attempt(tmp_path: Path) -> None:
     assert attempts(tmp_path) == {2: 1}
 
 
-def test_a_consumer_that_stops_leaves_no_file(tmp_path: Path) -> None:
-    with mqstore.open(tmp_path) as store:
-        store.create_topic("t")
-        with store.push_consumer("g", workers=1) as consumer:
-            consumer.subscribe("t", lambda message: None)
-            assert len(list((tmp_path / "config" / "begun").iterdir())) == 1
-        assert list((tmp_path / "config" / "begun").iterdir()) == []
-
-
 def test_a_folder_in_the_place_of_a_file_is_left_alone(tmp_path: Path) -> None:
     store_with(tmp_path, b"")
     (tmp_path / "config" / "begun" / "8").mkdir()

@@ -161,17 +161,6 @@ def test_vector(steps: list[Step]) -> None:
         step(table)
 
 
-def test_releasing_twice_and_across_a_restart_is_releasing_once() -> None:
-    table = OrderInfoTable()
-    popped(table, 0, [0, 1])
-    popped(table, 1, [0, 1])
-    for _ in range(2):
-        table.put(KEY, record_of(table).given_back([1, 77], T0 + 2))
-        reload(table)
-    assert record_of(table).is_visible(1, T0 + 2)
-    assert popped(table, INV, [0, 1]).counts == {0: 2, 1: 1}
-
-
 # --- failures, and attempts of the queue model (delivery#order-file) --------------------------------------------------
 
 

@@ -27,17 +27,6 @@ INVISIBLE_MS = 60_000
 # -- the first delivery -----------------------------------------------------------------------------------------------
 
 
-def test_all_queues_are_popped_from_wherever_it_begins(tmp_path: Path) -> None:
-    for lucky in (0.20, 0.21, 0.22, 0.23, 0.99):
-        with PopBench(tmp_path / f"{lucky}", rng=lambda lucky=lucky: lucky, queues=3) as pops:
-            for queue_id in range(3):
-                pops.put("t", 2, queue_id=queue_id)
-            found = pops.pop(n=5)
-            assert len({(d.queue_id, d.message.offset) for d in found}) == 5
-            assert found[0].queue_id == int(lucky * 100) % 3
-            assert len(pops.pop(n=5)) == 1
-
-
 def test_one_queue_can_be_named(tmp_path: Path) -> None:
     with PopBench(tmp_path / "store", queues=2) as pops:
         pops.put("t", 1, queue_id=0)
@@ -45,15 +34,6 @@ def test_one_queue_can_be_named(tmp_path: Path) -> None:
         assert [d.queue_id for d in pops.pop(queue_id=1, n=5)] == [1]
         with pytest.raises(ConfigError, match=r"0\.\.1"):
             pops.pop(queue_id=2)
-
-
-@pytest.mark.parametrize(("start", "expected"), [("earliest", [b"0", b"1"]), ("latest", []), (None, [b"0", b"1"])])
-def test_new_group_commits_its_start(pops: PopBench, start: Any, expected: list[bytes]) -> None:
-    pops.put("t", 2)
-    assert bodies(pops.pop(n=5, start=start)) == expected
-    assert pops.committed() == (2 if start == "latest" else 0)
-    pops.put("t", 1, first=2)
-    assert bodies(pops.pop(n=5)) == [b"2"]
 
 
 @pytest.mark.parametrize(
@@ -110,31 +90,6 @@ def test_only_unacknowledged_messages_are_copied_to_retry(pops: PopBench) -> Non
     assert [d.attempt for d in again] == [2, 2]
     assert {d.topic for d in again} == {"t"}
     assert {d.receipt.split()[4] for d in again} == {"2"}
-
-
-def test_a_copy_is_not_delayed_again(pops: PopBench) -> None:
-    # A Java broker's delivered copy still bears DELAY: the put hook would divert the retry copy once more.
-    pops.parts.store.append("t", 0, b"late", properties={"DELAY": "3", "TIMER_DELAY_SEC": "9", "TAGS": "a"})
-    pops.pop()
-    pops.advance(INVISIBLE_MS)
-    [copy] = pops.read(RETRY)
-    assert copy.stored_properties().keys() & {"DELAY", "TIMER_DELAY_SEC", "REAL_TOPIC"} == set()
-
-
-def test_late_receipt_settles_until_the_copy_exists(pops: PopBench) -> None:
-    pops.put("t", 2)
-    first, second = pops.pop(n=2)
-    pops.clock.advance(INVISIBLE_MS + 5)  # the housekeeper has not come yet
-    pops.ack(first)
-    pops.settle()
-    assert [copy.body for copy in pops.read(RETRY)] == [b"1"]
-    pops.ack(first)
-    size = pops.log_size()
-    with pytest.raises(ReceiptExpiredError) as caught:
-        pops.ack(second)
-    assert list(caught.value.receipts) == [second.receipt]
-    assert pops.log_size() == size
-    assert bodies(pops.pop(n=5)) == [b"1"]
 
 
 def test_late_receipts_do_not_stop_the_others(pops: PopBench) -> None:
@@ -257,38 +212,12 @@ def test_copies_over_the_limit_are_never_delivered(pops: PopBench) -> None:
 # -- filters ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_filter_chooses_and_the_rest_is_passed_over(pops: PopBench) -> None:
-    for i, tag in enumerate("abcab"):
-        pops.put("t", 1, first=i, tag=tag)
-    found = pops.pop(n=5, filter=tags("b"))
-    assert bodies(found) == [b"1", b"4"]
-    assert pops.committed() == 1
-    pops.ack(found[0])
-    assert pops.committed() == 4
-    pops.ack(found[1])
-    assert pops.committed() == 5
-    assert pops.pop(n=5) == []
-
-
-def test_a_filter_that_matches_nothing_moves_the_offset(pops: PopBench) -> None:
-    pops.put("t", 600, tag="a")
-    assert pops.pop(n=5, filter=tags("b")) == []
-    assert pops.committed() == 600
-
-
 def test_prefetch_of_another_filter_is_discarded(pops: PopBench) -> None:
     for i in range(20):
         pops.put("t", 1, first=i, tag="ab"[i % 2])
     assert bodies(pops.pop(n=2)) == [b"0", b"1"]
     assert bodies(pops.pop(n=2, filter=tags("b"))) == [b"3", b"5"]
     assert bodies(pops.pop(n=2)) == [b"6", b"7"]
-
-
-def test_copies_are_not_filtered_again(pops: PopBench) -> None:
-    pops.put("t", 1, tag="a")
-    pops.pop(filter=tags("a"))
-    pops.advance(INVISIBLE_MS)
-    assert bodies(pops.pop(filter=tags("b"))) == [b"0"]
 
 
 # -- the retry topic --------------------------------------------------------------------------------------------------
@@ -302,14 +231,6 @@ def test_one_pop_in_five_looks_at_the_retry_topic_first(tmp_path: Path, lucky: f
         pops.advance(INVISIBLE_MS)
         pops.put("t", 1, first=1)
         assert bodies(pops.pop()) == [expected]
-
-
-def test_a_batch_that_is_not_full_is_filled_from_the_retry_topic(pops: PopBench) -> None:
-    pops.put("t", 2)
-    pops.pop(n=2)
-    pops.advance(INVISIBLE_MS)
-    pops.put("t", 1, first=2)
-    assert bodies(pops.pop(n=2)) == [b"2", b"0"]
 
 
 def test_copies_go_to_version_1_by_option_and_both_are_read(tmp_path: Path) -> None:
@@ -338,20 +259,6 @@ def test_ambiguous_retry_topic_of_version_1_is_ignored(pops: PopBench) -> None:
 
 
 # -- reset, deletion --------------------------------------------------------------------------------------------------
-
-
-def test_a_deleted_topic_takes_its_deliveries_along(pops: PopBench) -> None:
-    pops.put("t", 3)
-    pops.pop(n=2)
-    pops.parts.topics.delete("t", force=True)
-    pops.parts.topics.create("t", queues=1)
-    pops.put("t", 1, first=7)
-    pops.advance(INVISIBLE_MS)
-    assert bodies(pops.pop(n=5)) == [b"7"]
-    pops.crash()
-    assert [(p.topic, p.offset) for p in pops.service.pending("g")] in ([("t", 3)], [])
-    pops.settle()
-    assert bodies(pops.pop(n=5)) == [b"7"]
 
 
 # -- trouble ----------------------------------------------------------------------------------------------------------
@@ -443,19 +350,6 @@ def test_a_message_that_retention_took_in_flight_is_given_up_and_counted(pops: P
     assert lost > 0
 
 
-def test_positions_below_the_first_message_are_counted_as_lost(pops: PopBench) -> None:
-    pops.pop()
-    pops.put("t", 6, body_bytes=30_000)
-    pops.parts.store.flush()
-    pops.parts.store.dispatch()
-    pops.parts.store.drop_before(pops.parts.store.max_offset)
-    low, _ = pops.parts.store.offsets("t")
-    assert low > 0
-    [delivery] = pops.pop()
-    assert delivery.message.offset == low
-    assert sum(pops.parts.statistics.snapshot().lost.values()) == low
-
-
 # -- what is shown, and waiting ---------------------------------------------------------------------------------------
 
 
@@ -486,24 +380,6 @@ def test_a_parked_receiver_is_woken_by_a_message_a_copy_and_a_release(pops: PopB
     assert fired == [True]
     park()  # the copy is there already
     assert fired == [True]
-
-
-def test_a_receiver_that_left_something_over_wakes_the_next(pops: PopBench) -> None:
-    fired: list[str] = []
-    assert pops.pop() == []
-    for name in ("a", "b"):
-        pops.park(lambda _, name=name: fired.append(name))
-    pops.parts.store.put_many("t", [b"0", b"1", b"2"])
-    pops.settle()
-    pops.pop()
-    pops.settle()
-    assert fired == ["a", "b"]
-
-
-def test_refused_wait_leaves_nothing_parked(pops: PopBench) -> None:
-    with pytest.raises(TopicNotFoundError):
-        pops.park(lambda worth: None, topic="nowhere")
-    assert not pops.waiters.parked
 
 
 def test_the_pop_log_has_the_records_of_delivery_pop_log(pops: PopBench) -> None:
@@ -538,16 +414,6 @@ def test_receiver_waits_for_deliveries_of_the_other_order(pops: PopBench, order:
     if not order:  # once the batch in order has ended
         pops.advance(60_000)
         assert woken == [True]
-
-
-def test_a_delivery_before_a_released_one_holds_the_offset(pops: PopBench) -> None:
-    pops.put("t", 3)
-    first, second, third = [pops.pop()[0] for _ in range(3)]
-    pops.release(third)
-    pops.ack(first)
-    assert pops.committed() == 1
-    pops.ack(second)
-    assert pops.committed() == 2
 
 
 def test_released_retry_wakes_a_receiver_of_another_queue(tmp_path: Path) -> None:

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mqstore.errors import InvalidReceiptError, ReceiptExpiredError
-from tests.broker.popsupport import DLQ, POP_LOG_TOPIC, RETRY, PopBench, bodies, offsets, queue, tags
+from tests.broker.popsupport import DLQ, POP_LOG_TOPIC, RETRY, PopBench, bodies, offsets, queue
 
 INVISIBLE_MS = 60_000
 
 
 def pop(pops: PopBench, n: int = 32, **options: Any) -> list[Any]:
     return pops.pop(n=n, order=True, **options)
-
-
-def test_queues_block_each_for_itself(tmp_path: Path) -> None:
-    with PopBench(tmp_path / "store", queues=2) as pops:
-        pops.put("t", 2, queue_id=0)
-        pops.put("t", 2, queue_id=1)
-        assert [(d.queue_id, d.message.offset) for d in pop(pops, 3)] == [(0, 0), (0, 1), (1, 0)]
-        assert pop(pops) == []
 
 
 def test_a_batch_with_what_it_keeps_names_no_more_than_63_messages(pops: PopBench) -> None:
@@ -53,15 +44,6 @@ def test_offset_outside_the_batch_settles_nothing(pops: PopBench) -> None:
     assert pops.committed() == 0
 
 
-def test_a_pop_finds_the_dead_letter_due_even_before_the_housekeeper(pops: PopBench) -> None:
-    pops.parts.groups.create("g", retry_max_times=0)
-    pops.put("t", 2)
-    pop(pops, 1)
-    pops.clock.advance(INVISIBLE_MS)
-    assert offsets(pop(pops)) == [1]
-    assert [dead.body for dead in pops.read(DLQ)] == [b"0"]
-
-
 def test_a_nack_of_the_last_attempt_files_the_dead_letter(pops: PopBench) -> None:
     pops.parts.groups.create("g", retry_max_times=0)
     pops.put("t", 2)
@@ -73,33 +55,6 @@ def test_a_nack_of_the_last_attempt_files_the_dead_letter(pops: PopBench) -> Non
     assert pops.committed() == 2
     with pytest.raises(ReceiptExpiredError):
         pops.service.dead_letter("g", "t", first[1].receipt, "mine")
-
-
-def test_a_release_in_the_last_attempt_is_no_dead_letter(pops: PopBench) -> None:
-    pops.parts.groups.create("g", retry_max_times=0)
-    pops.put("t", 1)
-    pops.release(*pop(pops))
-    pops.advance(2 * INVISIBLE_MS)
-    assert pops.read(DLQ) == []
-    assert [d.attempt for d in pop(pops)] == [1]
-
-
-def test_a_filter_leaves_gaps_that_do_not_hold_the_commit(pops: PopBench) -> None:
-    for i, tag in enumerate("abaabbab"):
-        pops.put("t", 1, first=i, tag=tag)
-    found = pop(pops, 2, filter=tags("b"))
-    assert offsets(found) == [1, 4]
-    assert pops.committed() == 1
-    pops.ack(found[0])
-    assert pops.committed() == 4
-    pops.ack(found[1])
-    found = pop(pops, filter=tags("b"))
-    assert offsets(found) == [5, 7]
-    pops.ack(*found)
-    assert pops.committed() == 8
-    pops.put("t", 2, tag="a")
-    assert pop(pops, filter=tags("b")) == []
-    assert pops.committed() == 10
 
 
 def test_parked_receivers_are_woken_when_the_queue_is_free(pops: PopBench) -> None:

@@ -48,31 +48,6 @@ def work(pops: PopBench, count: int, first: int = 0) -> None:
 # -- what is written --------------------------------------------------------------------------------------------------
 
 
-def test_deliveries_in_this_process_leave_one_record_in_all(pops: PopBench) -> None:
-    work(pops, 200)
-    assert records(pops) == []
-    pops.service.flush()
-    assert records(pops) == ["ck"]
-    work(pops, 3, first=200)
-    pops.advance(5_000)
-    assert records(pops) == ["ck"] * 2
-    pops.advance(60_000)  # nothing more while nothing happens
-    assert records(pops) == ["ck"] * 2
-    assert pops.replay_position == 2
-
-
-def test_deliveries_in_flight_share_a_record(pops: PopBench) -> None:
-    pops.put("t", 100)
-    held = [pops.pop(invisible_ms=HOUR_MS)[0] for _ in range(100)]
-    pops.service.flush()
-    assert records(pops) == ["ck"] * 4
-    pops.ack(*held[10:])
-    pops.service.flush()
-    assert records(pops) == ["ck"] * 4 + ["ack"] * 4
-    pops.crash(requeue_on_open=False)
-    assert [each.offset for each in pops.service.pending("g")] == [*range(10)]
-
-
 def test_journal_is_folded_when_it_is_full(pops: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "_FILE_BYTES", 4096)
     work(pops, 300)
@@ -80,20 +55,6 @@ def test_journal_is_folded_when_it_is_full(pops: PopBench, monkeypatch: pytest.M
     pops.crash()
     assert pops.pop() == []
     assert pops.committed() == 300
-
-
-def test_full_journal_is_folded_within_the_interval(pops: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "_FILE_BYTES", 900)
-    pops.settle()
-    pops.put("t", 9)
-    while pops.tables.journal_end or not pops.tables.journal_map:
-        pops.ack(*pops.pop())
-    assert records(pops) == []
-    due_ms = pops.service.run_once(pops.now_ms)
-    assert due_ms is not None
-    assert due_ms <= pops.now_ms + 5_000
-    pops.advance(due_ms - pops.now_ms)
-    assert records(pops) != []
 
 
 @pytest.mark.parametrize("local", [False, True])
@@ -145,29 +106,6 @@ def test_kill_keeps_acknowledgements_and_counts_attempts(pops: PopBench) -> None
     pops.ack(second)  # again
 
 
-def test_receipts_hold_across_a_kill_if_nothing_is_released(pops: PopBench) -> None:
-    pops.put("t", 3)
-    held = [pops.pop(invisible_ms=HOUR_MS)[0] for _ in range(3)]
-    pops.ack(held[1])
-    pops.crash(requeue_on_open=False)
-    pops.ack(held[0])
-    assert pops.committed() == 2
-    pops.ack(held[2])
-    pops.crash(requeue_on_open=False)
-    assert pops.committed() == 3
-
-
-def test_second_kill_finds_the_same(pops: PopBench) -> None:
-    pops.put("t", 4)
-    held = [pops.pop(invisible_ms=HOUR_MS)[0] for _ in range(3)]
-    pops.ack(held[0])
-    for _ in range(3):
-        pops.crash(requeue_on_open=False)
-        assert [each.offset for each in pops.service.pending("g")] == [1, 2]
-        assert pops.committed() == 1
-    assert offsets(pops.pop(n=9)) == [3]
-
-
 def test_kill_between_folding_and_emptying_changes_nothing(pops: PopBench) -> None:
     pops.put("t", 6)
     held = [pops.pop(invisible_ms=HOUR_MS)[0] for _ in range(4)]
@@ -183,16 +121,6 @@ def test_kill_between_folding_and_emptying_changes_nothing(pops: PopBench) -> No
     assert offsets(pops.pop(n=9)) == [4, 5]
 
 
-def test_acknowledged_item_that_was_released_before_stays_so(pops: PopBench) -> None:
-    pops.put("t", 3)
-    pops.release(*pops.pop())
-    for _ in range(2):  # the second empties the file
-        pops.ack(*pops.pop())
-        pops.service.flush()
-    pops.crash()
-    assert offsets(pops.pop(n=5)) == [2]
-
-
 def test_acknowledgements_of_logged_deliveries_survive_two_kills(pops: PopBench) -> None:
     pops.put("t", 3)
     held = [pops.pop(invisible_ms=HOUR_MS)[0] for _ in range(2)]
@@ -202,18 +130,6 @@ def test_acknowledgements_of_logged_deliveries_survive_two_kills(pops: PopBench)
         pops.crash(requeue_on_open=False)
         assert [each.offset for each in pops.service.pending("g")] == [1]
     pops.pop(invisible_ms=HOUR_MS)  # in a new file
-    pops.crash(requeue_on_open=False)
-    assert [each.offset for each in pops.service.pending("g")] == [1, 2]
-
-
-def test_folding_leaves_deliveries_of_other_receivers(pops: PopBench) -> None:
-    pops.put("t", 3)
-    [mine, *_] = pops.pop(invisible_ms=HOUR_MS)
-    pops.service.flush()
-    for _ in range(2):
-        pops.pop(local=False, invisible_ms=HOUR_MS)
-    pops.ack(mine)
-    pops.service.flush()
     pops.crash(requeue_on_open=False)
     assert [each.offset for each in pops.service.pending("g")] == [1, 2]
 

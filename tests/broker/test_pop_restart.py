@@ -12,7 +12,7 @@ import pytest
 import mqstore
 from mqstore.broker.admin.inspect import looked_pops
 from mqstore.errors import InvalidReceiptError, ReceiptExpiredError
-from tests.broker.popsupport import DLQ, POP_LOG_TOPIC, RETRY, PopBench, offsets, queue, tags
+from tests.broker.popsupport import POP_LOG_TOPIC, RETRY, PopBench, offsets, queue, tags
 from tests.log.support import flip
 
 INVISIBLE_MS = 60_000
@@ -28,16 +28,6 @@ def restart(request: pytest.FixtureRequest, pops: PopBench) -> Any:
         pops.reopen(**config)
 
     return restart
-
-
-def test_nothing_is_released_when_that_is_switched_off(pops: PopBench, restart: Any) -> None:
-    pops.put("t", 1)
-    pops.pop()
-    restart(requeue_on_open=False)
-    pops.settle()
-    assert pops.read(RETRY) == []
-    pops.advance(INVISIBLE_MS)
-    assert len(pops.read(RETRY)) == 1
 
 
 @pytest.mark.parametrize("collects", [True, False])
@@ -125,17 +115,6 @@ def test_a_backward_reset_is_not_undone_by_what_the_log_says_of_before(pops: Pop
     pops.ack(*found)
     restart()
     assert pops.pop(n=10) == []
-
-
-def test_a_group_deleted_and_made_anew_begins_anew_after_a_restart(pops: PopBench, restart: Any) -> None:
-    pops.put("t", 3)
-    pops.pop(n=2)
-    pops.parts.groups.delete("g")
-    pops.parts.offsets.remove_group("g")
-    pops.parts.groups.create("g")
-    restart()
-    pops.settle()
-    assert offsets(pops.pop(n=5)) == [0, 1, 2]
 
 
 # -- FIFO -------------------------------------------------------------------------------------------------------------
@@ -262,18 +241,6 @@ def test_a_reset_is_not_undone_by_an_older_order_info_file(pops: PopBench, resta
     assert offsets(pops.pop(order=True, n=3)) == [0, 1, 2]
 
 
-def test_releasing_what_is_settled_changes_nothing(pops: PopBench, restart: Any) -> None:
-    pops.put("t", 1)
-    [delivery] = pops.pop(order=True)
-    pops.ack(delivery)
-    pops.advance(60_000)
-    restart()
-    end = pops.parts.store.offsets(POP_LOG_TOPIC)[1]
-    pops.release(delivery)
-    assert pops.parts.store.offsets(POP_LOG_TOPIC)[1] == end
-    assert pops.pop(order=True) == []
-
-
 def test_a_file_of_a_java_broker_is_taken_over(pops: PopBench) -> None:
     pops.parts.groups.create("g")
     pops.put("t", 6)
@@ -376,16 +343,6 @@ def test_ordered_messages_that_a_new_filter_passes_over_hold_nothing(pops: PopBe
     assert pops.pop(order=True, n=2) == []
 
 
-def test_the_pop_log_is_pinned_from_the_replay_position_on(pops: PopBench) -> None:
-    pops.put("t", 2)
-    pops.ack(*pops.pop(local=False))
-    pops.pop(local=False)
-    pops.advance(5_000)
-    [pin] = pops.service.pins()
-    assert pin.physical_offset == pops.read(POP_LOG_TOPIC)[2].physical_offset
-    assert (pin.topic, pin.queue_id, pin.group) == (POP_LOG_TOPIC, 0, "CID_RMQ_SYS_POP_LOG")
-
-
 def test_old_batches_are_put_again_so_that_a_replay_stays_short(
     pops: PopBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -416,18 +373,6 @@ def test_old_batches_are_put_again_so_that_a_replay_stays_short(
     pops.service.ack("fifo", "t", [ordered[1].receipt])
     assert pops.parts.offsets.committed(queue("fifo")) == 2
     assert pops.committed() == 3
-
-
-def test_batches_are_put_again_when_many_segments_lie_behind_them(pops: PopBench) -> None:
-    pops.put("t", 1)
-    [old] = pops.pop(local=False, invisible_ms=3_600_000)
-    pops.put("t", 12, first=1, body_bytes=30_000)  # two to a segment
-    pops.advance(5_000)
-    [pin] = pops.service.pins()
-    assert pin.physical_offset > pops.parts.store.max_offset - (4 << 16)
-    pops.crash()
-    pops.ack(old)
-    assert pops.committed() == 1
 
 
 @pytest.mark.parametrize("order", [False, True])
@@ -599,17 +544,6 @@ def test_pop_by_a_clock_a_day_ahead_is_redelivered(pops: PopBench, set_back: Any
     assert pops.committed() == 3
     with pytest.raises(ReceiptExpiredError):
         pops.ack(early[2])
-
-
-def test_the_last_attempt_by_a_clock_a_day_ahead_ends_as_a_dead_letter(pops: PopBench, set_back: Any) -> None:
-    pops.parts.groups.create("g", retry_max_times=0)
-    pops.put("t", 2)
-    pops.clock.set_wall(pops.now_ms + DAY_MS)
-    pops.pop(order=True, local=False)
-    set_back(DAY_MS)
-    pops.settle()
-    assert [dead.body for dead in pops.read(DLQ)] == [b"0"]
-    assert offsets(pops.pop(order=True)) == [1]
 
 
 @pytest.mark.parametrize("order", [False, True])
