@@ -18,9 +18,7 @@ from mqstore.broker.context import Parts
 from mqstore.broker.names import SCHEDULE_GROUP, QueueKey
 from mqstore.broker.redelivery.dead_letters import DeadLetterExpiry
 from mqstore.broker.redelivery.retry import Retries
-from mqstore.broker.retention import all_pins
 from mqstore.broker.router import Router
-from mqstore.broker.service import oldest_of
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, StoreFullError, TopicNotFoundError
 from tests.broker.support import START_MS, clock_of, full, messages_of, new_parts
 from tests.log.support import flip, kill
@@ -46,23 +44,6 @@ def bodies(messages: Any) -> list[int]:
 
 
 # -- looking ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_group_without_dead_letters_has_none(parts: Parts) -> None:
-    letters = DeadLetters(parts, "g")
-    assert (len(letters), list(letters), letters.bounds) == (0, [], (0, 0))
-    assert letters.replay().count == 0
-    assert letters.purge() == 0
-    assert not parts.offsets.dirty, "nothing happened, so nothing is to be written"
-
-
-def test_iteration_is_lazy_and_ends_at_what_was_there(parts: Parts) -> None:
-    die(parts, 2)
-    one_by_one = iter(DeadLetters(parts, "g"))
-    first = next(one_by_one)
-    assert (first.body, first.properties["dlq_reason"]) == (b"0", "reason 0")
-    die(parts, 5)
-    assert bodies(one_by_one) == [1]
 
 
 def test_selection_by_offset_time_and_filter(parts: Parts) -> None:
@@ -164,18 +145,6 @@ def test_replay_reaches_only_its_group(parts: Parts) -> None:
     assert dict(DeadLetters(parts, "g").replay(to_topic="%RETRY%g").topics) == {"%RETRY%g": 1}
     [copy] = sent_again(parts, "%RETRY%g")
     assert (copy.stored_properties()["RETRY_TOPIC"], copy.reconsume_times) == ("orders", 0)
-
-
-def test_a_message_group_stays_in_one_queue(parts: Parts) -> None:
-    parts.topics.create("orders", queues=4)
-    where = {parts.router.put("orders", b"x", message_group="user-1").queue_id}
-    for i in range(5):
-        receipt = parts.router.put("orders", str(i).encode(), message_group="user-1")
-        where.add(receipt.queue_id)
-        Retries(parts).send_back("g", receipt.physical_offset, delay_level=-1)
-    DeadLetters(parts, "g").replay(all_groups=True)
-    assert len(where) == 1
-    assert bodies(parts.store.read("orders", where.pop(), 6, 10)) == [0, 1, 2, 3, 4]
 
 
 def test_a_dry_run_changes_nothing_and_finds_what_would_fail(parts: Parts) -> None:
@@ -328,18 +297,6 @@ def test_deleted_and_sent_letters_stay_so_after_a_kill(tmp_path: Path) -> None:
     again.store.close()
 
 
-def test_letters_hold_the_log_until_deleted(parts: Parts) -> None:
-    die(parts, 2)
-    parts.offsets.commit(QueueKey("g", "orders", 0), 2)
-    [_, second] = DeadLetters(parts, "g")
-    DeadLetters(parts, "g").purge(before_offset=1)
-    pin = oldest_of(all_pins(parts, []))
-    assert pin is not None
-    assert (pin.physical_offset, pin.topic) == (second.physical_offset, "%DLQ%g")
-    DeadLetters(parts, "g").purge()
-    assert oldest_of(all_pins(parts, [])) is None
-
-
 # -- expiry ----------------------------------------------------------------------------------------------------------
 
 
@@ -360,17 +317,6 @@ def test_expired_letters_are_deleted_and_logged(parts: Parts, caplog: pytest.Log
     assert "2 dead letters of group 'g'" in caplog.text
     expiry.run_once(START_MS + 40 * DAY_MS)
     assert (len(DeadLetters(parts, "g")), len(DeadLetters(parts, "other"))) == (0, 0)
-
-
-def test_a_letter_filed_later_is_due_no_earlier_than_the_next_look(parts: Parts) -> None:
-    expiry = DeadLetterExpiry(parts)
-    due = expiry.run_once(START_MS)
-    assert due is not None
-    clock_of(parts).advance(5)
-    die(parts, 1)
-    assert due <= START_MS + 5 + 30 * DAY_MS
-    expiry.run_once(due)
-    assert len(DeadLetters(parts, "g")) == 1
 
 
 @pytest.mark.parametrize(("age", "left"), [(None, 2), (timedelta(days=1), 0)])

@@ -52,21 +52,6 @@ def test_a_table_that_is_none_is_refused_with_the_word_that_is_wrong(levels: str
 # -- on time (delivery#level-delivery, reliability#p4) -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", [1, 18])
-def test_each_level_delivers_at_its_millisecond_and_not_before(delays: Delays, level: int) -> None:
-    delays.clock.advance(137)
-    delays.put(level)
-    due_ms = START_MS + 137 + DEFAULT_MS[level - 1]
-    assert delays.settle() == due_ms, "when to come again is exact"
-    delays.clock.set_wall(due_ms - 1)
-    assert delays.settle() == due_ms
-    assert delays.delivered() == []
-    delays.clock.set_wall(due_ms)
-    delays.settle()
-    assert delays.delivered() == [b"m"]
-    assert delays.service.waiting() == 0
-
-
 def test_levels_are_independent_and_ordered_by_time(delays: Delays) -> None:
     for level in (3, 1, 2, 1):
         delays.put(level, b"%d" % level)
@@ -212,21 +197,6 @@ def test_a_time_from_an_extension_address_is_worked_out_anew(delays: Delays) -> 
 
 
 # -- waking -----------------------------------------------------------------------------------------------------------
-
-
-def test_only_the_first_delayed_message_wakes(delays: Delays) -> None:
-    assert delays.settle() is None
-    delays.put(5)
-    delays.store.dispatch()
-    assert delays.wakes == 1
-    assert delays.settle() == START_MS + 60_000
-    delays.put(5)
-    delays.store.put("orders", b"not delayed")
-    delays.store.dispatch()
-    assert delays.wakes == 1
-    delays.put(1)
-    delays.store.dispatch()
-    assert delays.wakes == 2
 
 
 @pytest.mark.parametrize("moment", ["offsets_or_none", "units"])
@@ -480,15 +450,6 @@ def test_back_off_doubles_from_100_ms_to_10_s(delays: Delays, monkeypatch: pytes
     assert len(delays.delivered()) == 2
 
 
-def test_messages_too_big_to_go_together_all_come_in_order(tmp_path: Path) -> None:
-    delays = Delays(tmp_path / "store", segment_bytes=4096)
-    bodies = [bytes([65 + n]) * 1_500 for n in range(9)]
-    for body in bodies:
-        delays.put(1, body)
-    delays.pass_ms(1_000)
-    assert delays.delivered() == bodies
-
-
 # -- progress on disk (delivery#level-progress, delivery#level-crash, delivery#x2) -------------------------------------
 
 
@@ -532,21 +493,6 @@ def test_a_crash_loop_repeats_no_message_more_than_once(delays: Delays, lives_ms
     counts = Counter(delays.delivered())
     assert set(counts) == {b"%d" % n for n in range(8)}
     assert max(counts.values()) <= 2
-
-
-def test_each_step_of_catching_up_is_done_once(delays: Delays, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mqstore.broker.delay.levels._STEP_UNITS", 20)
-    for n in range(100):
-        delays.put(1, b"%d" % n)
-    delays.clock.advance(1_000)
-    for step in range(1, 5):
-        delays.reopen(Unsynced(), killed=True)
-        delays.service.run_once(delays.clock.now_ms())
-        delays.store.dispatch()
-        assert len(delays.delivered()) == 20 * step
-    delays.reopen(killed=True)
-    delays.settle()
-    assert delays.delivered() == [b"%d" % n for n in range(100)]
 
 
 def test_progress_beyond_the_queues_end_is_lowered_and_reported(

@@ -7,7 +7,6 @@ attempt, once. Only if the record that failed is damaged itself is the message l
 from __future__ import annotations
 
 import logging
-import pickle
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,10 +16,9 @@ import pytest
 
 from mqstore import Message, Retention
 from mqstore.errors import FormatError
-from mqstore.log.message import records_of
 from tests.broker import support
 from tests.broker.referencesupport import BODY, DELAYS, REFERENCE_BYTES, RETRY, SEGMENT, Bench, is_reference
-from tests.log.support import flip_log, open_store
+from tests.log.support import flip_log
 
 HOUR_MS = 3_600_000
 WAYS = pytest.mark.parametrize("way", DELAYS)
@@ -97,24 +95,6 @@ def test_retry_is_whole_whatever_happens_while_it_waits(bench: Bench, way: str, 
     event(bench)
     assert bench.retries() == []
     assert [seen(each) for each in bench.wait()] == [EXPECTED]
-
-
-def test_waiting_record_is_read_with_its_body(bench: Bench) -> None:
-    waiting = bench.fail()
-    with open_store(bench.path, "r") as reader:
-        for store in (bench.store, reader):
-            [read] = store.read("SCHEDULE_TOPIC_XXXX", 2)
-            assert (read.body, read.text("latin-1")[1], is_reference(read.sys_flag)) == (BODY, "\1", True)
-            [found] = store.find("SCHEDULE_TOPIC_XXXX", key="k")
-            assert found.body == BODY
-    assert pickle.loads(pickle.dumps(waiting)).body == BODY
-
-
-def test_records_for_a_client_have_their_bodies(bench: Bench) -> None:
-    waiting = bench.fail()
-    records = bytes(records_of([waiting, waiting]))
-    assert records == 2 * waiting._whole()._record_bytes()
-    assert BODY in records
 
 
 def test_each_attempt_refers_to_the_one_before(bench: Bench) -> None:

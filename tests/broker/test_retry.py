@@ -150,26 +150,6 @@ def test_a_copy_is_the_same_message(parts: Parts) -> None:
         assert copy.stored_properties()["ORIGIN_MESSAGE_ID"] == original.message_id
 
 
-def test_origin_stays_that_of_the_first_copy_over_three_hops(parts: Parts) -> None:
-    message = original = put(parts, properties={"TAGS": "t"})
-    for _ in range(3):
-        message = delivered(parts, back(parts, message))
-        properties = message.stored_properties()
-        assert message.topic == "%RETRY%g"
-        assert (properties["RETRY_TOPIC"], properties["ORIGIN_MESSAGE_ID"]) == ("orders", original.message_id)
-        assert message.unique_key == original.message_id, "deduplication rests on it"
-    dead = back(parts, message, delay_level=-1).stored_properties()
-    assert (dead["RETRY_TOPIC"], dead["ORIGIN_MESSAGE_ID"]) == ("orders", original.message_id)
-    assert (dead["DLQ_ORIGIN_TOPIC"], dead["DLQ_ORIGIN_MESSAGE_ID"]) == ("orders", original.message_id)
-
-
-def test_retry_queues_are_all_used_and_never_one_too_many(parts: Parts) -> None:
-    parts.groups.create("g", retry_queues=3)
-    seen = {int(back(parts, put(parts)).stored_properties()["REAL_QID"]) for _ in range(100)}
-    assert seen == {0, 1, 2}
-    assert parts.topics.require("%RETRY%g").read_queues == 3
-
-
 def test_narrow_retry_topic_is_respected(parts: Parts) -> None:
     parts.topics.ensure("%RETRY%g", 1)
     parts.groups.create("g", retry_queues=8)

@@ -169,40 +169,6 @@ def test_relocated_level_message_is_delivered_as_usual(bench: Bench) -> None:
         assert message.tags_code == without.tags_code
 
 
-def test_a_level_keeps_its_order_where_a_part_of_it_is_rolled(bench: Bench) -> None:
-    for number in range(3):
-        bench.broker.put("orders", b"%d" % number, queue_id=0, delay_level=3)
-        bench.jump(S)
-    bench.busy()
-    for number in range(3, 6):
-        bench.broker.put("orders", b"%d" % number, queue_id=0, delay_level=3)
-        bench.jump(S)
-    bench.house()
-    assert bench.counted("delay_rolled") == 3
-    assert bench.broker.stats().delay_levels == {3: (3, 6)}
-    bench.jump(START_MS + 30 * DAY - bench.clock.now_ms())
-    for _ in range(50):
-        bench.jump(S)
-    assert [body for body, _ in bench.arrived()] == [*"012345"]
-    for number, (_, at_ms) in zip((0, 1, 2, 3, 4, 5), bench.arrived(), strict=True):
-        assert at_ms >= 30 * DAY + number * S
-    assert bench.counted("delay_rolled") == 3
-
-
-@pytest.mark.parametrize("reopened", [False, True])
-def test_a_level_message_in_the_timer_comes_at_its_own_millisecond(bench: Bench, reopened: bool) -> None:
-    bench.jump(345)
-    bench.broker.put("orders", b"", queue_id=0, delay_level=3)
-    bench.busy()
-    bench.house()
-    assert bench.counted("delay_rolled") == 1
-    if reopened:
-        bench.again()
-    bench.jump(START_MS + 30 * DAY - bench.clock.now_ms())
-    bench.advance(S)
-    assert bench.arrived() == [("", 30 * DAY + 345)]
-
-
 # -- once --------------------------------------------------------------------------------------------------------------
 
 
@@ -219,23 +185,6 @@ def test_messages_due_now_are_not_relocated(bench: Bench) -> None:
     for due_ms in (10 * HOUR - 1, 10 * HOUR, 20 * HOUR - 1, 20 * HOUR):
         bench.jump(START_MS + due_ms - bench.clock.now_ms())
     assert bench.arrived() == [("5900", 5900), (str(10 * HOUR), 10 * HOUR), (str(20 * HOUR), 20 * HOUR)]
-
-
-@pytest.mark.parametrize("reopened", [False, True])
-def test_so_it_is_before_the_first_records_are_deleted(bench: Bench, reopened: bool) -> None:
-    handles = at_the_front(bench, HOUR, HOUR)
-    bench.broker.put("orders", b"same", queue_id=0, deliver_at=(START_MS + HOUR) / 1000)
-    bench.settle()
-    assert bench.timer.roll(SEGMENT, 1, bench.clock.now_ms()) == 1
-    bench.jump(S)
-    if reopened:
-        bench.again()
-    assert bench.broker.stats().timer_waiting == 3
-    assert bench.broker.recall(handles[1])
-    bench.clock.set_wall(START_MS + HOUR + S)
-    bench.timer.run_once(bench.clock.now_ms())
-    assert bench.store.min_offset == 0
-    assert sorted(body for body, _ in bench.arrived()) == ["0", "same"]
 
 
 def test_a_level_message_in_the_timer_is_nobodys_to_recall(bench: Bench) -> None:
@@ -283,28 +232,6 @@ def test_nothing_is_rolled_where_somebody_else_holds_the_log_anyway(bench: Bench
     assert bench.kept <= KEPT + 2 * SEGMENT
 
 
-def test_overdue_message_is_delivered_not_relocated(bench: Bench) -> None:
-    at_the_front(bench, 20 * S, HOUR)
-    bench.clock.advance(30 * S)
-    assert bench.timer.roll(SEGMENT, 100, bench.clock.now_ms()) == 0
-    bench.house()
-    assert [body for body, _ in bench.arrived()] == ["0"]
-    assert bench.counted("TIMER_ROLLED") == 1
-
-
-def test_nor_is_what_a_level_has_to_deliver(bench: Bench) -> None:
-    bench.broker.put("orders", b"due", queue_id=0, delay_level=2)
-    bench.settle()
-    bench.clock.advance(10 * S)
-    bench.broker.put("orders", b"not due", queue_id=0, delay_level=2)
-    assert bench.delay.roll(SEGMENT, 100, bench.clock.now_ms()) == 0
-    bench.settle()
-    assert bench.delay.roll(SEGMENT, 100, bench.clock.now_ms()) == 1
-    bench.jump(10 * S)
-    bench.jump(S)
-    assert [body for body, _ in bench.arrived()] == ["due", "not due"]
-
-
 def test_a_log_full_of_messages_that_wait_is_not_moved_in_circles(bench: Bench) -> None:
     """The policy would delete all that waits, and putting it again would free nothing."""
     for _ in range(8):
@@ -337,24 +264,6 @@ def test_relocation_is_bounded_by_new_messages(bench: Bench) -> None:
 # -- recall ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_handle_from_before_recalls_what_was_rolled(bench: Bench) -> None:
-    gone, stays = at_the_front(bench, 20 * DAY, 20 * DAY)
-    for _ in range(3):
-        bench.busy()
-        bench.house()
-    assert bench.counted("TIMER_ROLLED") == 2 * 3
-    assert bench.broker.recall(gone) is True
-    for day in range(21):
-        bench.busy(6)
-        bench.house()  # rolls message and cancellation
-        assert bench.broker.recall(gone) is (day < 20), "again is harmless"
-        bench.jump(DAY)
-    assert [body for body, _ in bench.arrived()] == ["1"]
-    assert bench.broker.recall(gone) is False
-    assert bench.broker.recall(stays) is False
-    assert bench.counted("TIMER_CANCELLED") == 1
-
-
 def test_a_recall_between_rolling_and_its_checkpoint_holds_over_a_crash(bench: Bench) -> None:
     gone, _ = at_the_front(bench, 20 * DAY, 20 * DAY)
     assert bench.timer.roll(SEGMENT, 100, bench.clock.now_ms()) == 2
@@ -365,18 +274,6 @@ def test_a_recall_between_rolling_and_its_checkpoint_holds_over_a_crash(bench: B
 
 
 # -- crashes, restarts, failures ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("rolled", "killed"), [(1, True), (3, False), (5, True)])
-def test_a_pass_that_was_cut_short_goes_on_where_it_was(bench: Bench, rolled: int, killed: bool) -> None:
-    at_the_front(bench, *[20 * DAY] * 5)
-    assert bench.timer.roll(SEGMENT, rolled, bench.clock.now_ms()) == rolled
-    bench.jump(S)  # the checkpoint
-    (bench.kill if killed else bench.again)()
-    bench.house()
-    assert bench.counted("TIMER_ROLLED") == 5 - rolled
-    bench.days(21)
-    assert sorted(body for body, _ in bench.arrived()) == [*"01234"]
 
 
 @pytest.mark.parametrize("kind", ["timer", "level"])
@@ -499,18 +396,6 @@ def test_a_broken_record_is_passed_over_and_reported(
         caplog.clear()
 
 
-def test_unrestorable_level_message_is_dead(bench: Bench) -> None:
-    bench.broker.put("orders", b"good", queue_id=0, delay_level=3)
-    bench.store.append("SCHEDULE_TOPIC_XXXX", 2, b"bad", properties={"DELAY": "3", "REAL_TOPIC": "orders"})
-    bench.broker.put("orders", b"good too", queue_id=0, delay_level=3)
-    bench.busy()
-    bench.house()
-    [letter] = bench.messages("%DLQ%CID_RMQ_SYS_SCHEDULE")
-    assert (letter.text(), bench.counted("delay_rolled")) == ("bad", 2)
-    bench.days(31)
-    assert [body for body, _ in bench.arrived()] == ["good", "good too"]
-
-
 def test_level_message_without_room_for_marks_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench(tmp_path / "store", segment_bytes=4 * SEGMENT)
     long = {"mine": "x" * 32_650}
@@ -563,22 +448,6 @@ def test_a_timer_message_that_cannot_be_put_again_stays(
 
 
 # -- what is told ------------------------------------------------------------------------------------------------------
-
-
-def test_clock_step_back_finds_relocated_messages(bench: Bench) -> None:
-    handles = at_the_front(bench, HOUR, 3 * DAY)
-    assert bench.timer.roll(SEGMENT, 1, bench.clock.now_ms()) == 1
-    bench.jump(S)
-    bench.clock.set_wall(START_MS - HOUR)
-    bench.settle()
-    bench.again()
-    bench.jump(2 * HOUR - 1)
-    assert bench.arrived() == []
-    bench.jump(S)
-    assert [body for body, _ in bench.arrived()] == ["0"]
-    assert bench.broker.recall(handles[1]) is True
-    bench.days(5)
-    assert [body for body, _ in bench.arrived()] == ["0"]
 
 
 # -- anything ----------------------------------------------------------------------------------------------------------

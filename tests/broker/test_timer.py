@@ -19,7 +19,7 @@ import pytest
 from mqstore.broker.delay.timerfiles import TimerFilesDamaged
 from mqstore.errors import InvalidMessageError, StoreFullError, StoreIOError
 from tests.broker.support import START_MS
-from tests.broker.timersupport import DAY, HOUR, MIN, TIMER_TOPIC, S, Timers, count_looks, recall_handle, small_steps
+from tests.broker.timersupport import DAY, HOUR, MIN, TIMER_TOPIC, S, Timers, count_looks, small_steps
 from tests.faults import FaultyFileSystem
 from tests.log.support import flip
 
@@ -27,25 +27,6 @@ from tests.log.support import flip
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return count_looks(monkeypatch)
-
-
-@pytest.mark.parametrize("phase_ms", [0, 1, 999])
-@pytest.mark.parametrize("reopened", [False, True])
-def test_a_message_comes_at_its_moment(timers: Timers, phase_ms: int, reopened: bool) -> None:
-    """A store reopened a millisecond before each moment delivers as one that stays open."""
-    timers.clock.advance(phase_ms)
-    due = {wait_ms: phase_ms + wait_ms for wait_ms in (1, 500, 999, 1000, 1001, 1999, 2000, 59_999, 60_000, 2 * DAY)}
-    for wait_ms in due:
-        timers.put(str(wait_ms), wait_ms)
-    for done, due_ms in enumerate(due.values()):
-        timers.pass_ms(due_ms - 1 - (timers.clock.now_ms() - START_MS))
-        if reopened:
-            timers.reopen()
-        assert (len(timers.texts()), timers.timer.waiting()) == (done, len(due) - done)
-        timers.pass_ms(1)
-    assert timers.delivered() == [(str(wait_ms), due_ms) for wait_ms, due_ms in due.items()]
-    assert len(timers.messages(TIMER_TOPIC)) <= len(due) + 1, "rolled for nothing"
-    assert timers.timer.waiting() == 0
 
 
 def test_estimate_of_waiting_messages_keeps_what_was_read_before_damage(
@@ -62,21 +43,6 @@ def test_estimate_of_waiting_messages_keeps_what_was_read_before_damage(
 
     monkeypatch.setattr(units, "old", damaged)
     assert sum(len(offsets) for offsets, _ in timers.timer.waiting_below(end)) == 1
-
-
-def test_there_is_no_file_before_the_first_message_that_waits(timers: Timers) -> None:
-    timers.parts.router.append("orders", 0, b"now", {})
-    timers.parts.router.append("orders", 0, b"now", {"TIMER_DELAY_SEC": "0"})
-    assert timers.settle() is None
-    timers.reopen()
-    assert timers.settle() is None
-    assert timers.files() == set()
-    assert not timers.wakes
-    timers.put("later", 5000)
-    timers.settle()
-    assert timers.wakes
-    timers.close()
-    assert timers.files() == {"timerwheel", "timerlog", "config/timercheck"}
 
 
 def test_delivered_copy_has_no_delay_properties(timers: Timers) -> None:
@@ -170,21 +136,6 @@ def test_it_is_called_when_there_is_something_to_do_and_not_otherwise(timers: Ti
         now_ms = next_ms or 0
 
 
-def test_a_long_wait_is_carried_over_any_distance(timers: Timers) -> None:
-    days = 366
-    timers.put("far", days * DAY)
-    timers.put("near", 4 * S)
-    timers.pass_ms(days * DAY - 1)
-    assert timers.texts() == ["near"]
-    timers.pass_ms(S)
-    assert timers.delivered()[1:] == [("far", days * DAY)]
-    waited = timers.messages(TIMER_TOPIC)
-    far = [m.stored_properties() for m in waited if m.text() == "far"]
-    assert [p.get("TIMER_ROLL_TIMES") for p in far] == [None, *map(str, range(1, len(far)))]
-    assert (days + 1) // 2 <= len(far) <= days
-    assert len({p["UNIQ_KEY"] for p in far}) == 1
-
-
 @pytest.mark.parametrize(
     ("stopped_ms", "killed"), [(10 * S, True), (30 * HOUR, True), (8 * DAY, False), (400 * DAY, True)]
 )
@@ -219,45 +170,6 @@ def test_nothing_is_lost_or_early_over_a_stop_of_any_length(timers: Timers, stop
 
 
 # --- recall -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("wait_ms", [2 * S, 10 * DAY])
-@pytest.mark.parametrize("at", ["once", "half", "last"])
-def test_a_recalled_message_is_not_delivered(timers: Timers, wait_ms: int, at: str) -> None:
-    handle = timers.put("a", wait_ms)
-    timers.put("b", wait_ms)
-    timers.pass_ms({"once": 0, "half": wait_ms // 2, "last": wait_ms - S}[at])
-    assert timers.timer.recall(handle)
-    assert timers.timer.recall(handle), "it stays recalled"
-    timers.pass_ms(wait_ms + S)
-    assert timers.texts() == ["b"]
-    assert not timers.timer.recall(handle)
-
-
-def test_a_recall_comes_too_late_when_the_moment_has_come(timers: Timers) -> None:
-    handles = [timers.put(str(wait_ms), wait_ms) for wait_ms in (4300, 4301, 4302)]
-    timers.pass_ms(4301)
-    assert [timers.timer.recall(handle) for handle in handles] == [False, False, True]
-    timers.pass_ms(2 * S)
-    assert timers.texts() == ["4300", "4301"]
-    assert not any(map(timers.timer.recall, handles))
-
-
-@pytest.mark.parametrize(
-    ("topic", "after_ms", "key"),
-    [
-        ("orders", 5 * S - 999, "other"),
-        ("clicks", 5 * S - 999, "u"),
-        ("orders", 6 * S, "u"),
-        ("orders", 367 * DAY, "u"),
-    ],
-)
-def test_a_handle_of_no_message_recalls_nothing(timers: Timers, topic: str, after_ms: int, key: str) -> None:
-    timers.put("a", 5 * S, properties={"UNIQ_KEY": "u"})
-    before = timers.parts.store.max_offset
-    assert not timers.timer.recall(recall_handle(topic, START_MS + after_ms, key))
-    assert timers.parts.store.max_offset == before
-    assert timers.timer.recall(recall_handle("orders", START_MS + 4 * S + 1, "u"))
 
 
 @pytest.mark.parametrize("how", ["running", "closed", "killed", "clock set back", "built again"])
@@ -344,25 +256,6 @@ def test_damaged_slot_is_continued(timers: Timers, monkeypatch: pytest.MonkeyPat
     assert list(counts) == [str(n) for n in range(10) if n not in (3, 4)]
     assert max(counts.values()) <= 2
     assert timers.timer.waiting() == 0
-
-
-def test_pins_name_the_oldest_message_that_waits(timers: Timers) -> None:
-    assert list(timers.timer.pins()) == []
-    timers.put("a", 10 * S)
-    first = timers.messages(TIMER_TOPIC)[0].physical_offset
-    assert [pin.physical_offset for pin in timers.timer.pins()] == [first], "before it is placed, too"
-    timers.put("b", 5 * S)
-    timers.put("c", 50 * S)
-    timers.pass_ms(7 * S)
-    [pin] = timers.timer.pins()
-    assert (pin.physical_offset, pin.topic, pin.queue_id) == (first, TIMER_TOPIC, 0)
-    timers.reopen()
-    assert [pin.physical_offset for pin in timers.timer.pins()] == [first]
-    timers.pass_ms(5 * S)
-    third = timers.messages(TIMER_TOPIC)[2].physical_offset
-    assert [pin.physical_offset for pin in timers.timer.pins()] == [third]
-    timers.pass_ms(50 * S)
-    assert list(timers.timer.pins()) == []
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
@@ -621,22 +514,6 @@ def test_clock_step_back_stops_a_slot(timers: Timers, monkeypatch: pytest.Monkey
     assert len(timers.texts()) == 10
     timers.pass_ms(S)
     assert timers.texts() == [str(n) for n in range(14)]
-
-
-@pytest.mark.parametrize("reopened", [False, True])
-def test_a_clock_set_back_within_the_second_that_is_read(timers: Timers, reopened: bool) -> None:
-    for wait_ms in (200, 600, 900, 1500):
-        timers.put(str(wait_ms), wait_ms)
-    timers.pass_ms(700)
-    timers.clock.set_wall(START_MS + 300)
-    if reopened:
-        timers.reopen()
-    timers.put("new", 50)  # due before one that is delivered: it waits for the clock to be there again
-    timers.pass_ms(200)
-    assert timers.texts() == ["200", "600"]
-    timers.reopen()
-    timers.pass_ms(2 * S)
-    assert timers.delivered() == [("200", 200), ("600", 600), ("new", 600), ("900", 900), ("1500", 1500)]
 
 
 # --- cost -------------------------------------------------------------------------------------------------------------

@@ -12,11 +12,9 @@ from pathlib import Path
 import crc32c
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mqstore.broker.delay import timercheck
-from mqstore.broker.delay.route import WINDOW_MS, delay_route, due_of, placement, slot_of
+from mqstore.broker.delay.route import delay_route, due_of
 from mqstore.broker.delay.timercheck import JavaProgress, Progress, TimerCheck
 from mqstore.broker.delay.timerfiles import (
     CANCELS,
@@ -160,32 +158,6 @@ def test_a_moment_that_cannot_be_is_refused(properties: dict[str, str]) -> None:
     assert caught.value.field == "properties"
 
 
-@given(stored=st.integers(NOW, NOW + 10 * DAY), wait=st.integers(1, MAX))
-def test_hops_lead_to_the_moment_and_none_is_longer_than_the_window(stored: int, wait: int) -> None:
-    out = slot_of(stored + wait)
-    hops = 0
-    at = stored
-    while True:
-        slot, rolls = placement(at, out)
-        assert slot <= out
-        assert slot - at <= WINDOW_MS
-        assert (slot == out) == (not rolls)
-        if not rolls:
-            break
-        assert slot - at >= WINDOW_MS // 2 - S
-        at = slot + S  # a slot is read when it is over
-        hops += 1
-    assert hops <= 366
-
-
-@pytest.mark.parametrize(
-    ("rest", "hop"), [(-1 * S, None), (0, DAY), (16 * HOUR - S, DAY), (16 * HOUR, 2 * DAY), (5 * DAY, 2 * DAY)]
-)
-def test_a_short_rest_halves_the_hop(rest: int, hop: int | None) -> None:
-    out = NOW + 2 * DAY + rest
-    assert placement(NOW + 999, out) == ((out, False) if hop is None else (NOW + hop, True))
-
-
 def test_unique_keys_do_not_repeat_in_a_forked_child() -> None:
     here, there = os.pipe()
     pid = os.fork()
@@ -270,25 +242,6 @@ def test_the_unit_of_a_record_is_found_wherever_it_lies(tmp_path: Path, seed: in
         expected = (position, UNIT._replace(physical_offset=wanted)) if position >= low else None
         assert log.find(wanted, low, behind) == expected
     log.close()
-
-
-def test_positions_never_come_back_after_a_restart(tmp_path: Path) -> None:
-    log = new_log(tmp_path)
-    for unit in units(6):
-        log.append(unit)
-    log.write()
-    log.append(UNIT)
-    log.restart()
-    assert not list((tmp_path / "timerlog").iterdir())
-    assert log.append(UNIT) == 2 * SEGMENT
-    log.write()
-    assert [unit["physical_offset"].tolist() for _, unit in log.scan(2 * SEGMENT, verified=True)] == [
-        [UNIT.physical_offset]
-    ]
-    # A log that was never loaded steps over what it finds.
-    other = new_log(tmp_path)
-    other.restart()
-    assert other.end == 3 * SEGMENT
 
 
 def test_a_failed_sync_is_final(tmp_path: Path) -> None:
@@ -392,17 +345,6 @@ def test_the_checkpoint_begins_with_what_a_java_broker_reads(tmp_path: Path) -> 
     assert data[56:1024] == bytes(968)
 
 
-@pytest.mark.parametrize("saves", range(1, 4))
-def test_the_last_checkpoint_is_found_again(tmp_path: Path, saves: int) -> None:
-    check = new_check(tmp_path)
-    for n in range(saves):
-        check.save(progress(n), n)
-    again = new_check(tmp_path)
-    assert again.load() == progress(saves - 1)
-    again.save(progress(9), 9)
-    assert new_check(tmp_path).load() == progress(9)
-
-
 @pytest.mark.parametrize("saves", [2, 3])
 def test_a_checkpoint_torn_between_sectors_never_says_too_much(tmp_path: Path, saves: int) -> None:
     """The old one, the new one, or what a Java broker would read of the new one: then all is built again."""
@@ -421,13 +363,6 @@ def test_a_checkpoint_torn_between_sectors_never_says_too_much(tmp_path: Path, s
         assert found in (progress(saves - 1), p, JavaProgress(p.read_ms, p.log_end, p.queue_offset))
         seen.add(found)
     assert len(seen) == 3
-
-
-def test_java_checkpoint_is_recognized(tmp_path: Path) -> None:
-    (tmp_path / "config").mkdir()
-    page = struct.pack(">7q", 1_700_000_000_000, 5200, 42, 42, 0, 0, 0).ljust(4096, b"\0")
-    (tmp_path / "config" / "timercheck").write_bytes(page)
-    assert new_check(tmp_path).load() == JavaProgress(1_700_000_000_000, 5200, 42)
 
 
 def test_checkpoint_of_another_version_counts_partly(tmp_path: Path) -> None:
@@ -455,18 +390,6 @@ def test_newer_java_state_wins(tmp_path: Path, fields: tuple[int, int, int]) -> 
     assert check.load() == java
     check.save(progress(7), 7)
     assert new_check(tmp_path).load() == progress(7)
-
-
-@pytest.mark.parametrize(
-    "data", [b"", b"\0" * 4096, b"\xff" * 4096, b"\0" * 100], ids=["empty", "zero", "ones", "short"]
-)
-def test_a_checkpoint_that_says_nothing_is_none(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "timercheck").write_bytes(data)
-    check = new_check(tmp_path)
-    assert check.load() is None
-    check.save(progress(1), 1)
-    assert new_check(tmp_path).load() == progress(1)
 
 
 def test_a_checkpoint_is_synced_with_its_names_when_it_is_new(tmp_path: Path) -> None:
@@ -514,19 +437,6 @@ def test_unit_holds_its_slot_for_other_programs(timers: Timers) -> None:
         write_ms, delay_ms = struct.unpack_from(">qi", data, at + 16)
         slots.append(write_ms + delay_ms - START_MS)
     assert slots == [0, 0, 0, 0, S, 2 * DAY]
-
-
-def test_record_time_wins_over_its_unit(timers: Timers) -> None:
-    timers.put("a", 3500)
-    timers.pass_ms(0)
-    timers.close()
-    log = timers.path / "timerlog" / f"{0:020d}"
-    unit = decode_unit(0, log.read_bytes()[:52])
-    with log.open("r+b") as file:
-        file.write(encode_unit(0, unit._replace(delay_ms=unit.delay_ms - 2 * S)))
-    timers.open()
-    timers.pass_ms(5 * S)
-    assert timers.delivered() == [("a", 3500)]
 
 
 def test_logs_are_synced_before_the_checkpoint(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
