@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mqstore import QueueRef, RetryPolicy
-from mqstore.errors import ConfigError, NotPermittedError, StoreClosedError
+from mqstore import QueueRef
+from mqstore.errors import ConfigError, StoreClosedError
 from tests.broker.support import Bench, Broker, Mode
 from tests.children import in_child
 from tests.tools.support import mqstore, mqstore_json, snapshot
@@ -55,14 +55,6 @@ def test_the_number_of_queues_stays_while_a_group_relies_on_order(bench: Bench, 
         assert broker.topics.alter("t", write_queues=queues, force=True).write_queues == queues
 
 
-def test_the_number_of_queues_is_free_without_order_or_without_progress(bench: Bench) -> None:
-    bench.broker.topics.create("fifo", message_type="FIFO")
-    assert bench.broker.topics.alter("fifo", write_queues=8, read_queues=8).write_queues == 8
-    bench.broker.topics.create("t")
-    bench.broker.start_of("g", "t", 0)
-    assert bench.broker.topics.alter("t", write_queues=8, read_queues=8).write_queues == 8
-
-
 def test_a_topic_may_not_become_fifo_and_change_its_queues_at_once(bench: Bench) -> None:
     bench.broker.topics.create("t")
     bench.broker.start_of("g", "t", 0)
@@ -71,17 +63,6 @@ def test_a_topic_may_not_become_fifo_and_change_its_queues_at_once(bench: Bench)
 
 
 # -- groups (delivery#groups) ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("attempts", "stored"), [(3, 2), (1, 0), (None, 2147483647)])
-def test_a_group_is_created_and_altered_by_its_attempts(bench: Bench, attempts: int | None, stored: int) -> None:
-    created = bench.broker.groups.create("g", max_attempts=attempts)
-    assert (created.max_attempts, created.retry_max_times) == (attempts, stored)
-    assert bench.again().groups.require("g") == created
-    policy = RetryPolicy(delays=[1, 2])
-    altered = bench.broker.groups.alter("g", retry_policy=policy, max_attempts=attempts)
-    assert altered.retry_policy == policy.with_attempts(attempts)
-    assert bench.broker.groups.alter("g", max_attempts=5).retry_policy == policy.with_attempts(5)
 
 
 # -- a broker that was closed (reliability#p9) -------------------------------------------------------------------------
@@ -202,11 +183,3 @@ def test_recover_reports_messages_of_a_removed_level(tmp_path: Path, dry_run: li
     bench.open(delay_levels="1s").close()
     assert json.loads(mqstore("recover", bench.path, "--json", *dry_run).stdout)["orphan_levels"] == {"2": 2}
     assert "2 messages wait in delay level 2" in mqstore("recover", bench.path, *dry_run).stderr
-
-
-def test_a_user_does_not_put_into_a_retry_topic(bench: Bench) -> None:
-    with pytest.raises(NotPermittedError, match="send_back"):
-        bench.broker.put("%RETRY%g", b"x")
-    with pytest.raises(NotPermittedError, match="send_back"):
-        bench.broker.put_many("%RETRY%g", [b"x"])
-    assert bench.broker.topics.names() == []

@@ -36,14 +36,6 @@ from tests.log.support import Unsynced, open_store
 MINUTE, HOUR = 60_000, 3_600_000
 
 
-def test_sql_and_tag_filters_choose(bench: Bench) -> None:
-    for n in range(6):
-        bench.broker.put("t", b"%d" % n, tag="odd" if n % 2 else "even", properties={"n": str(n)})
-
-    assert sorted(bench.bodies("tags", filter="odd")) == [b"1", b"3", b"5"]
-    assert sorted(bench.bodies("sql", filter=bench.broker.filter("n BETWEEN 2 AND 4", "SQL92"))) == [b"2", b"3", b"4"]
-
-
 def test_reading_by_offset_with_commits(bench: Bench, broker: Broker) -> None:
     for n in range(5):
         broker.put("t", b"%d" % n)
@@ -127,30 +119,6 @@ def test_unconsumed_messages_are_kept_by_a_named_pin(tmp_path: Path) -> None:
     bench.advance(20_000)
 
     assert 0 < broker.min_offset("t", 0) <= 200
-    bench.broker.close()
-
-
-@pytest.mark.parametrize("held", [("popped",), ("popped", "delayed")])  # alone, a delayed one is rolled
-def test_a_message_in_flight_and_one_delayed_hold_the_log(tmp_path: Path, held: tuple[str, ...]) -> None:
-    bench = Bench(tmp_path / "store", retention=Retention(age=None, max_bytes=0))
-    broker = bench.broker
-    broker.topics.create("t", queues=1)
-    for body in held:
-        broker.put("t", body.encode(), delay_level=18 if body == "delayed" else None)
-    deliveries = broker.pop("g", "t", invisible=HOUR / 1000)
-    fill(broker, "other", 0.3)
-    broker.commit("g", "other", 0, 300)
-    broker.store.flush()
-    bench.advance(HOUR // 2)
-
-    assert broker.store.min_offset == 0
-    assert [each.message.body for each in deliveries] == [b"popped"] * ("popped" in held)
-    broker.ack("g", "t", [each.receipt for each in deliveries])
-    bench.advance(2 * HOUR)
-    assert bench.bodies() == [b"delayed"] * ("delayed" in held)
-    broker.store.flush()
-    bench.advance(MINUTE)
-    assert broker.store.min_offset > 0
     bench.broker.close()
 
 
@@ -262,18 +230,6 @@ def test_waiting_pop_ends_when_the_group_is_deleted(
 
     assert [type(each) for each in raised] == [error]
     assert (broker.groups.get("g") is None) == (error is GroupNotFoundError)
-
-
-def test_callback_runs_when_its_group_changes(bench: Bench, broker: Broker) -> None:
-    told: list[str] = []
-    for group in ("g", "h"):
-        broker.groups.create(group)
-        broker.add_pop_waiter(group, "t", lambda worth, group=group: told.append(group))  # type: ignore[misc]
-    broker.groups.alter("g", consume_enable=False)
-    bench.settle()
-    assert told == ["g"]
-    with pytest.raises(NotPermittedError):
-        broker.add_pop_waiter("g", "t", lambda worth: None)
 
 
 def test_no_member_broadcasts_in_a_group_that_may_not(bench: Bench) -> None:

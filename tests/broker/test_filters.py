@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -151,19 +150,3 @@ def test_many_threads_may_parse_at_once(parse: Parse) -> None:
 
 
 # -- with the log ------------------------------------------------------------------------------------------------------
-
-
-def test_the_log_reads_through_either_kind(parse: Parse, tmp_path: Path) -> None:
-    with mqstore.open(tmp_path) as store:
-        for i, tag in enumerate(["Aa", "BB", None, "TagA", "Aa"]):
-            store.put("orders", b"%d" % i, queue_id=0, tag=tag, properties={"amount": str(i)})
-
-        def offsets(chosen: Any) -> tuple[list[int], int]:
-            result = store.broker.read("orders", 0, 0, filter=chosen)
-            return [message.offset for message in result.messages], result.next_offset
-
-        assert offsets(parse("Aa")) == ([0, 4], 5)
-        assert offsets(parse("BB || TagA")) == ([1, 3], 5)
-        assert offsets(parse(" ")) == ([], 5)
-        assert offsets(parse("*")) == ([0, 1, 2, 3, 4], 5)
-        assert offsets(parse("amount >= 2 AND TAGS IS NOT NULL", "SQL92")) == ([3, 4], 5)

@@ -98,13 +98,6 @@ def test_a_policy_that_cannot_be_is_refused(make: Any) -> None:
 # -- attempts ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("retry_max_times", "attempts"), [(16, 17), (0, 1), (-1, 1), (FOR_EVER, None), (FOR_EVER - 1, FOR_EVER)]
-)
-def test_stored_retries_are_one_less_than_attempts(retry_max_times: int, attempts: int | None) -> None:
-    assert GroupConfig.from_json("g", {"retryMaxTimes": retry_max_times}).max_attempts == attempts
-
-
 @pytest.mark.parametrize("queues", [0, -1])
 def test_a_file_without_retry_queues_means_no_retries_and_is_kept(queues: int) -> None:
     config = GroupConfig.from_json("g", {"retryQueueNums": queues})

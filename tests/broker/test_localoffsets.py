@@ -73,29 +73,6 @@ def test_messages_are_on_disk_before_an_offset_that_rests_on_them(tmp_path: Path
     assert flushed < written
 
 
-def test_a_new_object_goes_on_where_the_file_says(store: MessageStore, offsets: LocalOffsets) -> None:
-    offsets.commit(Q0, 12)
-    offsets.save()
-    offsets.commit(Q0, 13)
-
-    assert opened(store).committed(Q0) == 12
-    again = opened(store)
-    again.commit(Q1, 1)
-    again.save()
-    assert (opened(store).committed(Q0), opened(store).committed(Q1)) == (12, 1)
-
-
-def test_new_owner_reads_the_file_again(store: MessageStore, offsets: LocalOffsets) -> None:
-    before = opened(store)
-    offsets.commit(Q0, 5)
-    offsets.save()
-    before.commit(Q0, 1)
-    before.reload()
-    assert before.committed(Q0) == 5
-    before.save()
-    assert opened(store).committed(Q0) == 5
-
-
 def test_progress_of_which_only_the_backup_is_left_is_lowered_too(store: MessageStore, offsets: LocalOffsets) -> None:
     """Its file was looked for, and not found; the client went on by the backup, behind where the queue was cut, and
     passed over what was put there since."""

@@ -63,18 +63,6 @@ def test_members_subscribe_alike(members: Members, subscriptions: dict[str, tupl
     assert members.subscriptions("g") == ALL
 
 
-@pytest.mark.parametrize(
-    ("one", "other"), [("*", ""), ("*", " * "), ("a||b", " b || a "), ("a || a", "a"), ("a ||", "a")]
-)
-def test_tag_expressions_that_mean_the_same_agree(members: Members, one: str, other: str) -> None:
-    members.register("c1", "g", {"orders": ("TAG", one)}, QUEUE)
-    members.register("c2", "g", {"orders": ("TAG", other)}, QUEUE)
-    assert members.members("g") == ["c1", "c2"]
-    members.register("c1", "h", {"orders": ("SQL92", "a = 1 || b")}, QUEUE)
-    with pytest.raises(SubscriptionConflictError):  # of SQL the text decides
-        members.register("c2", "h", {"orders": ("SQL92", "b || a = 1")}, QUEUE)
-
-
 def test_a_lone_member_may_change_its_mind_and_one_of_two_may_not(members: Members) -> None:
     members.register("c1", "g", ALL, QUEUE)
     more = {**ALL, "other": ("TAG", "a")}
@@ -102,15 +90,6 @@ def test_a_client_has_a_name(members: Members, client_id: str) -> None:
     with pytest.raises(ConfigError, match="client id"):
         members.register(client_id, "g", ALL, QUEUE)
     assert members.groups() == []
-
-
-def test_registration_copies_the_mapping(members: Members) -> None:
-    mine = dict(ALL)
-    members.register("c1", "g", mine, QUEUE)
-    mine["other"] = ("TAG", "*")
-    assert members.subscriptions("g") == ALL
-    with pytest.raises(TypeError):
-        members.subscriptions("g")["x"] = ("TAG", "*")  # type: ignore[index]
 
 
 def test_listener_sees_the_change_and_may_query(members: Members) -> None:

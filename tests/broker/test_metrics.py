@@ -17,7 +17,6 @@ from tests.faults import FaultyFileSystem
 
 MINUTE = 60_000
 RETRY = "%RETRY%g+t"
-POP_LOG = "rmq_sys_pop_log"
 
 
 def totals(broker: Broker, *names: str, key: str = "") -> list[int]:
@@ -48,20 +47,6 @@ def test_puts_are_counted_by_queue_topic_and_store(broker: Broker) -> None:
     assert found.totals["QUEUE_PUT_SIZE", "u@1"].times == 2
 
 
-def test_many_puts_of_one_pass_are_summed_in_pages(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mqstore.broker.admin.metrics._PAGE_UNITS", 7)
-    size = sum(receipt.size for receipt in broker.put_many("t", [b"x" * i for i in range(50)]))
-    assert totals(broker, "TOPIC_PUT_NUMS", "TOPIC_PUT_SIZE", key="t") == [50, size]
-
-
-def test_earlier_messages_are_not_counted(bench: Bench, broker: Broker) -> None:
-    broker.put_many("t", [b"x"] * 20)
-    broker = bench.again()
-    assert totals(broker, "TOPIC_PUT_NUMS", "TOPIC_PUT_SIZE", key="t") == [0, 0]
-    size = broker.put("t", b"new").size
-    assert totals(broker, "TOPIC_PUT_NUMS", "TOPIC_PUT_SIZE", key="t") == [1, size]
-
-
 def test_a_slot_without_a_message_is_no_put(broker: Broker) -> None:
     broker.put("t", b"0")
     queue = broker.store.queue_table.get("t", 0)
@@ -83,23 +68,6 @@ def test_messages_removed_meanwhile_are_counted(bench: Bench, broker: Broker) ->
     kept = 40 - broker.min_offset("t", 0)
     assert 0 < kept < 40
     assert totals(broker, "QUEUE_PUT_NUMS", "QUEUE_PUT_SIZE", key="t@0") == [40, kept * size]
-
-
-def test_system_topics_are_labelled(broker: Broker) -> None:
-    broker.put("t", b"x", delay_level=1)
-    found = broker.stats().counters
-    assert found.total("QUEUE_PUT_NUMS", "SCHEDULE_TOPIC_XXXX@0") == 1  # delay levels are queues, too
-    assert found.total("BROKER_PUT_NUMS") == 1
-    assert found.total("BROKER_PUT_NUMS_WITHOUT_SYSTEM_TOPIC") == 0
-
-
-def test_windows_have_what_was_put_when_nobody_looked(bench: Bench, broker: Broker) -> None:
-    broker.run_once()
-    for _ in range(3):
-        broker.put_many("t", [b"x"] * 100)
-        bench.advance(10_000)
-    rate = bench.parts.statistics.snapshot().minute["TOPIC_PUT_NUMS", "t"]
-    assert (rate.value, rate.span_ms, rate.tps) == (300, 30_000, 10.0)
 
 
 def test_looks_from_many_threads_count_each_put_once(broker: Broker) -> None:
@@ -174,16 +142,6 @@ def test_pops_count_what_they_deliver_not_what_they_read_ahead(broker: Broker, o
     assert totals(broker, "BROKER_GET_NUMS") == [4]
 
 
-def test_a_redelivered_copy_is_counted_where_it_lay(bench: Bench, broker: Broker) -> None:
-    broker.put("t", b"x")
-    broker.pop("g", "t", invisible=1)
-    bench.advance(2_000)
-    [again] = broker.pop("g", "t")
-    broker.ack("g", "t", [again.receipt])
-    assert totals(broker, "GROUP_GET_NUMS", "GROUP_ACK_NUMS", key="t@g") == [1, 0]
-    assert totals(broker, "GROUP_GET_NUMS", "GROUP_ACK_NUMS", key=f"{RETRY}@g") == [1, 1]
-
-
 def test_counts_of_a_deleted_group_or_topic_stay_in_those_of_the_store(broker: Broker) -> None:
     broker.put_many("t", [b"x"] * 4)
     broker.pop("g", "t", 4)
@@ -193,15 +151,6 @@ def test_counts_of_a_deleted_group_or_topic_stay_in_those_of_the_store(broker: B
     broker.topics.delete("t")
     assert totals(broker, "TOPIC_PUT_NUMS", key="t") == [0]
     assert totals(broker, "BROKER_PUT_NUMS_WITHOUT_SYSTEM_TOPIC", "BROKER_GET_NUMS", "BROKER_CK_NUMS") == [4, 4, 1]
-
-
-def test_rates_of_a_topic_that_is_created_again_begin_at_nothing(bench: Bench, broker: Broker) -> None:
-    for puts in (50, 5):
-        broker.put_many("t", [b"x"] * puts)
-        bench.advance(20_000)
-        assert broker.stats().counters.minute["TOPIC_PUT_NUMS", "t"].value >= 0
-        broker.topics.delete("t")
-        broker.topics.create("t", queues=1)
 
 
 def test_lateness_of_delayed_messages(bench: Bench, broker: Broker) -> None:
@@ -241,17 +190,6 @@ def test_failures_count_for_the_original_topic(bench: Bench, broker: Broker) -> 
     assert totals(broker, "SNDBCK2DLQ_TIMES", "DLQ_PUT_NUMS", key="%RETRY%g@g") == [0, 0]
 
 
-def test_dead_letters_of_popped_copies_count_for_the_topic_popped(bench: Bench, broker: Broker) -> None:
-    broker.put("t", b"x")
-    broker.pop("g", "t", invisible=1)
-    bench.advance(2_000)
-    [again] = broker.pop("g", "t")
-    assert again.message.topic == RETRY
-    broker.dead_letter("g", "t", again.receipt, "no such item")
-    assert totals(broker, "DLQ_PUT_NUMS", key="t@g") == [1]
-    assert totals(broker, "DLQ_PUT_NUMS", key=f"{RETRY}@g") == [0]
-
-
 # -- lag --------------------------------------------------------------------------------------------------------------
 
 
@@ -275,25 +213,6 @@ def test_old_group_starts_at_its_retry_topic(bench: Bench, broker: Broker) -> No
     bench.advance(2_000)
     assert broker.committed("g", RETRY, 0) == 1
     assert broker.stats().counters.lost == {}
-
-
-def test_progress_in_the_retry_topic_is_not_set_back(bench: Bench, broker: Broker) -> None:
-    for number in (1, 2):
-        broker.put("t", b"x")
-        broker.pop("g", "t", 1, invisible=1)
-        bench.advance(2_000)
-        [again] = broker.pop("g", "t", 1)
-        broker.ack("g", "t", [again.receipt])
-        assert broker.committed("g", RETRY, 0) == number
-    assert broker.lag("g") == {QueueRef("t", 0): 0, QueueRef(RETRY, 0): 0}
-
-
-def test_lag_of_pop_leaves_out_what_was_settled_behind_a_message_in_flight(broker: Broker) -> None:
-    broker.put_many("t", [b"x"] * 10)
-    found = broker.pop("g", "t", 6)
-    broker.ack("g", "t", [each.receipt for each in found[1:]])
-    assert broker.committed("g", "t", 0) == 0
-    assert broker.lag("g") == {QueueRef("t", 0): 5}  # four to come, one in flight
 
 
 @pytest.mark.parametrize("order", [False, True])
@@ -379,37 +298,6 @@ def test_position_of_an_ordered_popping_group(bench: Bench, broker: Broker) -> N
     assert of_group(broker) == [8, 8, 0, 70_000, 70_000]
 
 
-def test_a_group_that_popped_and_now_reads_stands_where_it_commits(broker: Broker) -> None:
-    broker.put_many("t", [b"x"] * 10)
-    found = broker.pop("g", "t", 2)
-    broker.ack("g", "t", [each.receipt for each in found])
-    assert of_group(broker)[:3] == [8, 8, 0]
-    broker.read("t", 0, 2, 5, group="g")
-    broker.commit("g", "t", 0, 4)
-    assert of_group(broker)[:3] == [6, 3, 3]
-
-
-def test_shortened_queue_counts_its_remaining_messages(bench: Bench, broker: Broker) -> None:
-    broker.put_many("t", [bytes(6000)] * 40)
-    broker.start_of("g", "t", 0, "earliest")
-    broker.store.flush()
-    broker.store.drop_before(broker.store.log_files.starts[2])
-    kept = broker.max_offset("t", 0) - broker.min_offset("t", 0)
-    assert 0 < kept < 40
-    assert broker.lag("g") == {QueueRef("t", 0): kept}
-    assert of_group(broker)[:3] == [kept, kept, 0]
-
-
-def test_queues_of_a_topic_add_up_and_the_oldest_message_counts(bench: Bench, broker: Broker) -> None:
-    broker.topics.create("u", queues=3)
-    for queue_id in (2, 0, 1):
-        broker.put("u", b"x", queue_id=queue_id)
-        broker.start_of("g", "u", queue_id, "earliest")
-        bench.clock.advance(1_000)
-    broker.commit("g", "u", 2, 1)
-    assert of_group(broker, "u") == [2, 2, 0, 2_000, 2_000]
-
-
 def test_waiting_and_stored_messages_are_counted(bench: Bench, broker: Broker) -> None:
     broker.put("t", b"x", delay_level=18)
     broker.put("t", b"x", delay_level=18)
@@ -472,17 +360,6 @@ def test_redeliveries_that_cannot_be_put_stay_overdue(
     assert "pop" in broker.stats().errors
     assert value_of(broker, "pop_revive_lag") == 5
     assert value_of(broker, "pop_revive_latency") == 500
-
-
-def test_counters_and_gauges_are_one_text(broker: Broker) -> None:
-    broker.put_many("t", [b"x"] * 3)
-    broker.pop("g", "t", 2, local=False)
-    found = scraped(broker.prometheus())
-    assert found[series("messages_in_total", "t", message_type="unspecified")] == 3
-    assert found[series("messages_out_total", "t", consumer_group="g")] == 2
-    assert found[series("messages_in_total", POP_LOG, system=True, message_type="unspecified")] == 1
-    lagging = {dict(labels)["consumer_group"] for name, labels in found if name == "rocketmq_consumer_lag_messages"}
-    assert lagging == {"g"}, "no group of the engine"
 
 
 def test_opening_looks_at_no_queue(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from mqstore.broker.tables.offsets import OffsetTable
 from mqstore.errors import ConfigError, ReadOnlyStoreError, StoreFullError, StoreIOError
 from mqstore.files.jsonfile import decode_json, encode_json
 from tests.broker.support import START_MS, TableBench
-from tests.conftest import Golden
 from tests.log.support import kill, open_store
 
 
@@ -192,17 +191,6 @@ def test_later_commits_are_not_part_of_a_running_save(offsets: _Offsets, monkeyp
     assert offsets.stored()["offsetTable"] == {"t@g": {"0": 8}}
 
 
-def test_failed_save_is_repeated(offsets: _Offsets) -> None:
-    offsets.fill("t", 0, 9)
-    offsets.fs.fail("create", errno.EIO, path_part="consumerOffset")
-    with pytest.raises(StoreIOError):
-        offsets.table.commit(QueueKey("g", "t", 0), 7, durability="flush")
-    assert offsets.table.committed(QueueKey("g", "t", 0)) == 7
-    assert offsets.table.dirty
-    offsets.table.save()
-    assert offsets.again().committed(QueueKey("g", "t", 0)) == 7
-
-
 # -- quick saves -------------------------------------------------------------------------------------------------------
 
 
@@ -264,17 +252,6 @@ def test_a_commit_is_with_the_kernel_100_ms_later_without_a_flush(waking: _Wakin
     assert table.run_once(5_000) == 10_000
     assert (waking.on_disk(), waking.flushes) == (3, 1)
     assert not table.dirty
-
-
-def test_the_first_commit_after_a_save_wakes_and_no_other(waking: _Waking) -> None:
-    table = waking.table
-    for round_ms in (1_000, 2_000):
-        for offset in range(2, 8):
-            table.commit(QueueKey("g", "t", 0), offset)
-        table.run_once(round_ms)
-        table.commit(QueueKey("g", "t", 0), 8)
-        table.run_once(round_ms + 100)
-    assert waking.wakes == 2
 
 
 @pytest.mark.parametrize("quiet", ["note", "flush"])
@@ -355,13 +332,6 @@ def test_a_quick_save_that_is_ahead_of_the_log_gives_way_to_the_synced_one(tmp_p
     again.store.close()
 
 
-def test_reader_uses_a_quick_save(tmp_path: Path) -> None:
-    waking = _quickly_saved(tmp_path / "s", 7)
-    with open_store(tmp_path / "s", "r") as reader:
-        assert OffsetTable(reader).committed(QueueKey("g", "t", 0)) == 7
-    waking.store.close()
-
-
 def test_a_clock_set_back_a_day_does_not_hold_up_saving_for_a_day(offsets: _Offsets) -> None:
     offsets.fill("t", 0, 9)
     offsets.table.run_once(START_MS)
@@ -427,21 +397,6 @@ def test_offset_beyond_the_end_is_lowered_and_reported(offsets: _Offsets) -> Non
     assert any("t@h, queue 0: offset 6" in problem and "lowered to 5" in problem for problem in table._file.problems)
     assert not table.dirty
     assert offsets.again()._file.problems == []
-
-
-def test_offset_below_the_start_is_kept_for_the_report(golden: Golden) -> None:
-    trimmed = golden("trimmed")
-    queue = max(trimmed.of("queue"), key=lambda queue: queue["min_offset"])
-    assert queue["min_offset"] > 0
-    (trimmed.path / "config").mkdir(exist_ok=True)
-    topic, queue_id = queue["topic"], queue["queue_id"]
-    (trimmed.path / "config" / "consumerOffset.json").write_text(
-        json.dumps({"offsetTable": {f"{topic}@low": {queue_id: 0}, f"{topic}@high": {queue_id: 10**9}}})
-    )
-    with open_store(trimmed.path) as store:
-        table = OffsetTable(store)
-        assert table.committed(QueueKey("low", topic, queue_id)) == 0
-        assert table.committed(QueueKey("high", topic, queue_id)) == queue["max_offset"]
 
 
 def test_a_reader_that_may_lag_behind_the_writer_lowers_nothing(tmp_path: Path) -> None:

@@ -74,24 +74,6 @@ def test_statuses(
     assert bench.pulled("g", "t", queue_id) == (next_offset if group else None)
 
 
-def test_filtered_messages_are_skipped(bench: Bench, broker: Broker) -> None:
-    for tag in "aab":
-        broker.put("t", b"", queue_id=0, tag=tag)
-    result = broker.read("t", 0, 0, filter="b")
-    assert ([m.tag for m in result.messages], result.next_offset) == (["b"], 3)
-    result = broker.read("t", 0, 0, filter="c", group="g")
-    assert (result.status, result.next_offset) == ("NO_MATCHED_MESSAGE", 3)
-    assert bench.pulled("g", "t", 0) == 3
-
-
-def test_the_limits_are_the_callers(bench: Bench, broker: Broker) -> None:
-    _fill(bench, count=100, size=100)
-    assert len(broker.read("t", 0, 0, 100).messages) == 100
-    size = broker.read("t", 0, 0, 1).messages[0].size
-    assert len(broker.read("t", 0, 0, 100, max_bytes=3 * size).messages) == 3
-    assert len(broker.read("t", 0, 0, 100, max_bytes=1).messages) == 1
-
-
 # -- who may -----------------------------------------------------------------------------------------------------------
 
 
@@ -123,14 +105,6 @@ def test_a_topic_or_group_without_permission_is_refused(broker: Broker) -> None:
     broker.topics.alter("t", perm=2)
     with pytest.raises(NotPermittedError, match="may not be read"):
         broker.read("t", 0, 0)
-
-
-def test_an_unknown_group_is_made_unless_that_is_off(bench: Bench, broker: Broker) -> None:
-    broker.read("t", 0, 0, group="g")
-    assert broker.groups.get("g") is not None
-    bench.again(auto_create_groups=False)
-    with pytest.raises(GroupNotFoundError):
-        bench.broker.read("t", 0, 0, group="h")
 
 
 def test_the_groups_retry_topic_passes_sql_filters_unexamined(broker: Broker) -> None:
@@ -260,13 +234,6 @@ def test_latest_means_the_end_of_what_there_was_when_the_group_came(bench: Bench
     broker.topics.alter("t", read_queues=3, write_queues=3)
     broker.put("t", b"new", queue_id=2)
     assert broker.start_of("g", "t", 2, "latest") == 0
-
-
-@pytest.mark.parametrize("start", ["earliest", "latest", START_MS + 10_000])
-def test_retries_are_always_read_from_the_first(broker: Broker, start: Any) -> None:
-    broker.topics.ensure(RETRY)
-    broker.store.append(RETRY, 0, b"x")
-    assert broker.start_of("g", RETRY, 0, start) == 0
 
 
 @pytest.mark.parametrize("start", ["first", True, 1.5])

@@ -11,7 +11,7 @@ import pytest
 
 import mqstore
 from mqstore import SimulatedClock, Store, StoreConfig
-from mqstore.errors import InvalidMessageError, NotPermittedError, TopicNotFoundError
+from mqstore.errors import InvalidMessageError
 
 START_MS = SimulatedClock().now_ms()
 LEVELS, TIMER = "SCHEDULE_TOPIC_XXXX", "rmq_sys_wheel_timer"
@@ -25,15 +25,6 @@ def opened(path: Path, **config: Any) -> Store:
 def store(tmp_path: Path) -> Iterator[Store]:
     with opened(tmp_path / "store") as store:
         yield store
-
-
-# delivery#queue-choice: jump hash of the group's Java hash, measured against Guava, for n = 4.
-@pytest.mark.parametrize(("group", "queue_id"), [("a", 0), ("order-1", 3), ("order-2", 2), ("用户-7", 1)])
-def test_a_message_group_has_its_queue_and_is_stored(store: Store, group: str, queue_id: int) -> None:
-    receipts = [store.put("orders", b"x", message_group=group) for _ in range(2)]
-
-    assert {receipt.queue_id for receipt in receipts} == {queue_id}
-    assert [m.message_group for m in store.read("orders", queue_id, 0)] == [group, group]
 
 
 @pytest.mark.parametrize(("asked", "stored", "due_s"), [(1, 1, 1), (3, 3, 10), (18, 18, 7200), (19, 18, 7200)])
@@ -106,19 +97,3 @@ def test_invalid_message_is_refused_before_a_write(store: Store, options: Any, f
 
     assert caught.value.field == field
     assert store.log.max_offset == end
-
-
-@pytest.mark.parametrize("topic", [LEVELS, TIMER, "rmq_sys_anything", "RMQ_SYS_TRANS_HALF_TOPIC", "TBW102"])
-def test_a_user_does_not_put_to_a_topic_of_the_engine(store: Store, topic: str) -> None:
-    store.put("orders", b"x", delay_level=1)  # so that two of them are there
-    store.put("orders", b"x", delay=5)
-    with pytest.raises(NotPermittedError):
-        store.put(topic, b"x")
-
-
-def test_with_auto_create_off_an_unknown_topic_is_an_error(tmp_path: Path) -> None:
-    with opened(tmp_path / "store", auto_create_topics=False) as store:
-        with pytest.raises(TopicNotFoundError):
-            store.put("orders", b"x")
-        store.create_topic("orders", queues=1)
-        assert store.put("orders", b"x").offset == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from mqstore import SimulatedClock
 from mqstore.broker.admin.statistics import Rate, Samples, Statistics
 from mqstore.broker.names import QueueKey
 from tests.broker.scraping import scraped, series
-from tests.broker.support import Broker
 
 SECOND, MINUTE, HOUR = 1_000, 60_000, 3_600_000
 
@@ -39,12 +37,6 @@ def run_for(statistics: Statistics, clock: SimulatedClock, duration_ms: int) -> 
     clock.advance(end - clock.monotonic_ms())
 
 
-def test_a_last_value_is_the_last(statistics: Statistics) -> None:
-    statistics.set("GROUP_GET_FALL_TIME", "0@t@g", 700)
-    statistics.set("GROUP_GET_FALL_TIME", "0@t@g", 20)
-    assert statistics.snapshot().latest == {("GROUP_GET_FALL_TIME", "0@t@g"): 20}
-
-
 def test_a_counter_that_was_forgotten_begins_again(statistics: Statistics, clock: SimulatedClock) -> None:
     """A window took more additions than before for a counter that goes on, and showed a negative growth."""
     statistics.add("TOPIC_PUT_SIZE", "t", 1_000)
@@ -55,25 +47,6 @@ def test_a_counter_that_was_forgotten_begins_again(statistics: Statistics, clock
     snapshot = statistics.snapshot()
     assert snapshot.total("TOPIC_PUT_SIZE", "t") == 10
     assert snapshot.minute["TOPIC_PUT_SIZE", "t"][:2] == (1_010, 4)
-
-
-def test_a_snapshot_does_not_change(statistics: Statistics, clock: SimulatedClock) -> None:
-    statistics.add("TOPIC_PUT_NUMS", "t")
-    statistics.lost(QueueKey("g", "t", 0), 1)
-    clock.advance(10 * SECOND)
-    statistics.run_once(clock.now_ms())
-    snapshot = statistics.snapshot()
-    before = repr(snapshot)
-    statistics.add("TOPIC_PUT_NUMS", "t")
-    statistics.lost(QueueKey("g", "t", 0), 1)
-    clock.advance(10 * SECOND)
-    statistics.run_once(clock.now_ms())
-    assert repr(snapshot) == before
-    for mapping in (snapshot.totals, snapshot.latest, snapshot.minute, snapshot.hour, snapshot.day, snapshot.lost):
-        with pytest.raises(TypeError):
-            mapping["x"] = 1  # type: ignore[index]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        snapshot.taken_ms = 0  # type: ignore[misc]
 
 
 # --- windows -------------------------------------------------------------------------------------------------------
@@ -96,16 +69,6 @@ def test_a_window_reaches_from_its_oldest_sample_to_its_newest(
     assert rate.average == 40
     run_for(statistics, clock, period)  # one sample further, and what was added at first is out
     assert getattr(statistics.snapshot(), window) == {}
-
-
-@pytest.mark.parametrize("step", [-86_400_000, 86_400_000])
-def test_a_step_of_the_wall_clock_bends_no_rate(statistics: Statistics, clock: SimulatedClock, step: int) -> None:
-    statistics.add("TOPIC_PUT_NUMS", "t", 50)
-    clock.set_wall(clock.now_ms() + step)
-    assert statistics.run_once(clock.now_ms()) == clock.now_ms() + 10 * SECOND
-    clock.advance(10 * SECOND)
-    assert statistics.run_once(clock.now_ms()) == clock.now_ms() + 10 * SECOND
-    assert statistics.snapshot().minute["TOPIC_PUT_NUMS", "t"].tps == 5.0
 
 
 @given(
@@ -136,23 +99,6 @@ def test_the_minute_is_that_of_a_model_that_keeps_whole_samples(steps: list[tupl
 
 
 # --- where the lag of a group begins ---
-
-
-def test_progress_begins_where_a_queue_does_and_is_kept(broker: Broker) -> None:
-    offsets = broker.offsets
-    broker.put_many("t", [b"x"] * 5)
-    offsets.begin(QueueKey("g", "t", 0))
-    offsets.move_start("t", 0, 3)
-    for group in ("g", "h"):
-        offsets.begin(QueueKey(group, "t", 0))
-    offsets.commit(QueueKey("i", "t", 0), 4)
-    offsets.begin(QueueKey("i", "t", 0))
-    assert [offsets.committed(QueueKey(group, "t", 0)) for group in "ghi"] == [0, 3, 4]
-    offsets.save()
-    offsets.begin(QueueKey("g", "t", 0))
-    assert not offsets.dirty
-    offsets.begin(QueueKey("j", "t", 0))
-    assert offsets.dirty
 
 
 # --- Prometheus ----------------------------------------------------------------------------------------------------
@@ -220,15 +166,6 @@ def test_counters_become_series_with_labels(statistics: Statistics) -> None:
         series("delay_message_latency_sum", "orders"): 20,
         series("delay_message_latency_count", "orders"): 2,
     }
-
-
-@given(st.text(max_size=30), st.text(max_size=20))
-def test_any_label_value_comes_through(kind: str, topic: str) -> None:
-    statistics = Statistics(SimulatedClock())
-    statistics.add("COMMIT_NUMS", topic.replace("@", ""))
-    found = told_of(statistics, {TIMING: [({"kind": kind}, 1)]})
-    assert found[TIMING, frozenset({("kind", kind)})] == 1
-    assert len(found) == 2
 
 
 def test_odd_label_values_are_escaped_and_surrogates_replaced(statistics: Statistics) -> None:

@@ -67,12 +67,6 @@ def test_the_first_send_makes_a_topic_of_four_queues(topics: Topics) -> None:
     assert topics.again().get("orders") == config
 
 
-def test_a_new_topic_has_default_queues(tmp_path: Path) -> None:
-    topics = Topics(tmp_path / "s", default_queues=7)
-    assert topics.table.for_send("a").write_queues == topics.table.create("b").read_queues == 7
-    topics.store.close()
-
-
 def test_a_known_topic_costs_nothing_but_the_look_up(topics: Topics) -> None:
     topics.table.for_send("a")
     topics.table.for_send("a")
@@ -124,24 +118,6 @@ def test_the_engine_too_makes_no_topic_that_cannot_be_a_folder(topics: Topics, n
     assert not topics.file.exists()
     assert topics.table.ensure("%RETRY%" + "x" * 248).read_queues == 1
     assert topics.table.for_send("x" * 127).name == "x" * 127
-
-
-def test_ensuring_twice_leaves_what_is_there(topics: Topics) -> None:
-    first = topics.table.ensure("SCHEDULE_TOPIC_XXXX", 18)
-    assert (first.read_queues, first.write_queues, first.perm) == (18, 18, 6)
-    assert topics.table.ensure("SCHEDULE_TOPIC_XXXX", 1) is first
-    assert topics.stored()["dataVersion"]["counter"] == 1
-
-
-def test_a_topic_that_may_not_be_written_is_read_only_until_altered(topics: Topics) -> None:
-    topics.table.for_send("a")
-    config = topics.table.alter("a", perm=4)
-    assert (config.readable, config.writable) == (True, False)
-    with pytest.raises(NotPermittedError, match="perm 4"):
-        topics.table.for_send("a")
-    assert topics.table.get("a") is config
-    topics.table.alter("a", perm=2)
-    assert topics.table.for_send("a").readable is False
 
 
 # -- creating ----------------------------------------------------------------------------------------------------------
@@ -197,19 +173,6 @@ def test_creating_twice_is_an_error_unless_it_may_exist(topics: Topics) -> None:
 # -- altering ----------------------------------------------------------------------------------------------------------
 
 
-def test_altering_changes_what_is_given_and_counts_at_once(topics: Topics) -> None:
-    told: list[str] = []
-    topics.table.for_send("a")
-    topics.table.on_change.append(told.append)
-    topics.table.alter("a", order=True)
-    topics.table.alter("a", message_type="FIFO")
-    topics.table.alter("a", message_type="DELAY")
-    topics.table.alter("a", read_queues=8, write_queues=8)
-    expected = TopicConfig("a", 8, 8, order=True, attributes={"message.type": "DELAY"})
-    assert topics.table.for_send("a") == topics.again().require("a") == expected
-    assert told == ["a"] * 4
-
-
 def test_missing_topic_cannot_be_changed(topics: Topics) -> None:
     for call in (topics.table.require, topics.table.delete, lambda name: topics.table.alter(name, perm=4)):
         with pytest.raises(TopicNotFoundError):
@@ -259,28 +222,6 @@ def test_a_topic_with_queues_and_no_entry_exists_in_memory_only(topics: Topics) 
     assert not topics.file.exists()
 
 
-def test_found_topic_is_entered_when_changed(topics: Topics) -> None:
-    topics.fill("a", 2)
-    topics.fill("%RETRY%g", 2)
-    topics.fill("SCHEDULE_TOPIC_XXXX", 4)
-    topics.table.alter("a", perm=4)
-    assert topics.table.ensure("%RETRY%g", 1).read_queues == 3
-    assert topics.table.ensure("SCHEDULE_TOPIC_XXXX", 18).read_queues == 18
-    entries = topics.stored()["topicConfigTable"]
-    assert {name: (entry["readQueueNums"], entry["perm"]) for name, entry in entries.items()} == {
-        "a": (3, 4),
-        "%RETRY%g": (3, 6),
-        "SCHEDULE_TOPIC_XXXX": (18, 6),
-    }
-
-
-def test_grown_found_topic_is_listed(topics: Topics) -> None:
-    topics.fill("a", 0)
-    assert [config.read_queues for config in topics.table.configs()] == [1]
-    topics.fill("a", 5)
-    assert [config.read_queues for config in topics.table.configs()] == [6]
-
-
 @pytest.mark.parametrize("name", ["clean", "trimmed"])
 def test_a_java_brokers_directory_shows_all_its_topics(golden: Golden, name: str) -> None:
     """The golden directories have no `config/`: topics are what their consume queues say."""
@@ -318,15 +259,6 @@ def test_a_deleted_topic_is_gone_but_its_numbers_go_on(topics: Topics) -> None:
     assert reopened.offsets.bounds("a", 0) == (3, 4)
     reopened.store.close()
     topics.store = open_store(topics.path)
-
-
-def test_a_message_that_slips_in_while_a_topic_goes_is_not_lost(topics: Topics) -> None:
-    topics.fill("a", 1, 2)
-    topics.table.delete("a")
-    assert topics.table.get("a") is None
-    topics.fill("a", 1)
-    assert topics.table.require("a").read_queues == 2
-    assert topics.offsets.bounds("a", 1) == (2, 3)
 
 
 def test_a_topic_in_use_is_deleted_only_by_force(topics: Topics) -> None:

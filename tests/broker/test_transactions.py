@@ -423,16 +423,6 @@ def test_checks_come_after_six_seconds_or_the_immunity(bench: Bench, immunity: f
     assert times == [first_ms, first_ms + 30_000, first_ms + 60_000]
 
 
-@pytest.mark.parametrize(("answer", "visible", "open_after"), [(True, 1, 0), (False, 0, 0), (None, 0, 1)])
-def test_check_answer_ends_the_transaction(bench: Bench, answer: bool | None, visible: int, open_after: int) -> None:
-    asked: list[Message] = []
-    bench.transactions.on_check(GROUP, always(answer, asked))
-    bench.begin(b"paid", immunity=10)
-    bench.pass_ms(10_001)
-    assert [(message.body, message.system_properties["REAL_TOPIC"]) for message in asked] == [(b"paid", "orders")]
-    assert (len(bench.bodies()), bench.transactions.open_count()) == (visible, open_after)
-
-
 def test_a_callback_that_raises_is_an_unknown_and_is_logged(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     def check(message: Message) -> bool:
         raise RuntimeError("database gone")
@@ -531,21 +521,6 @@ def test_an_answer_that_cannot_be_carried_out_does_not_count(bench: Bench, monke
     assert (bench.bodies(), bench.messages(TRANS_CHECK_TOPIC)) == ([b"paid"], [])
 
 
-def test_many_due_at_once_are_asked_in_turns(bench: Bench) -> None:
-    asked: list[Message] = []
-    bench.transactions.on_check(GROUP, always(None, asked))
-    for _ in range(100):
-        bench.begin()
-    bench.clock.advance(CHECK_AFTER_MS)
-    now_ms = bench.clock.now_ms()
-    due_ms = bench.transactions.run_once(now_ms)
-    assert len(asked) < 100
-    assert due_ms is not None
-    assert due_ms <= now_ms
-    bench.settle()
-    assert len({message.offset for message in asked}) == len(asked) == 100
-
-
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_clock_that_was_set_back_does_not_put_checks_off(bench: Bench, closed: bool) -> None:
     asked: list[Message] = []
@@ -559,14 +534,3 @@ def test_a_clock_that_was_set_back_does_not_put_checks_off(bench: Bench, closed:
     assert len(asked) == 1, "age <= -1: asked at once"
     bench.pass_ms(CHECK_EVERY_MS)
     assert len(asked) == 2
-
-
-def test_the_housekeeper_is_woken_only_for_what_is_due_before_it_comes(bench: Bench) -> None:
-    bench.begin()
-    assert bench.wakes == 1
-    bench.settle()
-    bench.clock.advance(10)
-    second = bench.begin()
-    assert bench.wakes == 1, "it comes for the first anyway"
-    bench.transactions.end(second, "commit")
-    assert bench.wakes == 2, "for the op, in three seconds"

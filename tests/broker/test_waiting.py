@@ -161,35 +161,6 @@ def test_growth_between_parking_and_the_second_look_is_seen(hall: Hall, monkeypa
     assert hall.is_empty()
 
 
-def test_growth_since_the_mark_was_taken_is_seen(hall: Hall) -> None:
-    seen = hall.waiters.seen("t", ["r"])
-    hall.park("in time", ANY_QUEUE, also=["r"], seen=seen, group="g")
-    assert hall.woken() == []
-    hall.waiters.wake_all("t")
-    assert hall.woken() == ["in time"]
-    for topic in ("t", "r"):
-        seen = hall.waiters.seen("t", ["r"])
-        hall.put("x")
-        hall.put(topic)
-        hall.park("late", ANY_QUEUE, also=["r"], seen=seen, group="g")
-        assert hall.woken() == ["late"]
-    seen = hall.waiters.seen("t")
-    hall.put("x")
-    hall.park("elsewhere", ANY_QUEUE, seen=seen, group="g")
-    assert hall.woken() == []
-
-
-def test_a_retry_topic_wakes_too_and_only_once(hall: Hall) -> None:
-    hall.park("w", 2, also=["%RETRY%g+t"], group="g")
-    hall.park("v", 2, also=["%RETRY%g+t"], group="g")
-    hall.put("%RETRY%g+t")
-    assert hall.woken() == ["w"]
-    hall.put(queue_id=2, count=2)
-    hall.put("%RETRY%g+t")
-    assert hall.woken() == ["v"]
-    assert hall.is_empty()
-
-
 def test_a_filter_or_callback_that_fails_harms_nobody(hall: Hall, caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         def units(self, tags_codes: Any) -> Any:
@@ -212,36 +183,6 @@ def test_a_filter_or_callback_that_fails_harms_nobody(hall: Hall, caplog: pytest
 # -- receivers that compete --------------------------------------------------------------------------------------------
 
 
-def test_as_many_of_a_group_are_woken_as_units_came_the_oldest_first(hall: Hall) -> None:
-    for name in "abcde":
-        hall.park(name, ANY_QUEUE, group="g")
-    hall.put()
-    assert hall.woken() == ["a"]
-    hall.store.put_many("t", [b""] * 3)
-    hall.store.dispatch()
-    assert hall.woken() == ["b", "c", "d"]
-    assert len(hall.waiters.parked) == 1
-
-
-def test_each_group_and_each_lone_reader_is_woken(hall: Hall) -> None:
-    for name in ("g1", "g2", "h1"):
-        hall.park(name, ANY_QUEUE, group=name[0])
-    hall.park("q1", 0, group="g")
-    hall.park("r", 0, offset=0)
-    hall.park("s", ANY_QUEUE)
-    hall.put()
-    assert sorted(hall.woken()) == ["g1", "h1", "q1", "r", "s"]
-
-
-def test_only_units_that_may_pass_count_for_a_group(hall: Hall) -> None:
-    for name in "abc":
-        hall.park(name, 0, filter=PAID, group="g")
-    for tag in ("open", "paid", "open", "paid"):
-        hall.store.put("t", b"", tag=tag)
-    hall.store.dispatch()
-    assert hall.woken() == ["a", "b"]
-
-
 def test_wake_one(hall: Hall) -> None:
     hall.park("any", ANY_QUEUE, group="g")
     hall.park("q1", 1, group="g")
@@ -258,41 +199,7 @@ def test_wake_one(hall: Hall) -> None:
     assert hall.woken() == ["on the way"]
 
 
-def test_wake_all(hall: Hall) -> None:
-    hall.park("a", ANY_QUEUE, group="g")
-    hall.park("b", ANY_QUEUE, group="g")
-    hall.park("c", 3, offset=9, filter=PAID)
-    hall.park("elsewhere", topic="u")
-    hall.waiters.wake_all("t")
-    assert sorted(hall.woken()) == ["a", "b", "c"]
-
-
-def test_wake_group(hall: Hall) -> None:
-    hall.park("a", ANY_QUEUE, group="g")
-    hall.park("b", 3, topic="u", group="g", also=["t"])
-    hall.park("other", ANY_QUEUE, group="h")
-    hall.park("reader", 3, offset=9)
-    hall.waiters.wake_group("g")
-    assert sorted(hall.woken()) == ["a", "b"]
-    seen = hall.waiters.seen("u")
-    hall.waiters.wake_group("g")
-    hall.park("late", ANY_QUEUE, topic="u", seen=seen, group="g")
-    assert hall.woken() == ["late"]
-
-
 # -- time --------------------------------------------------------------------------------------------------------------
-
-
-def test_the_housekeeper_is_roused_for_an_earlier_deadline_only(hall: Hall) -> None:
-    hall.park("a", in_ms=1000)
-    assert hall.wakes == 1
-    assert hall.turn() == hall.clock.now_ms() + 1000
-    hall.park("later", in_ms=1000)
-    hall.park("never")
-    assert hall.wakes == 1
-    hall.park("sooner", in_ms=999)
-    assert hall.wakes == 2
-    assert hall.turn() == hall.clock.now_ms() + 999
 
 
 def test_of_a_group_one_is_sent_to_step_over(hall: Hall) -> None:
@@ -393,7 +300,6 @@ def test_closing_ends_every_wait(hall: Hall) -> None:
     with pytest.raises(StoreClosedError):
         hall.park("late")
     hall.put()  # tells nobody
-    assert hall.store.on_growth == []
     assert hall.turn() is None
 
 

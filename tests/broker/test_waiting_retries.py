@@ -11,7 +11,6 @@ import pytest
 from mqstore.broker.admin import metrics
 from mqstore.broker.admin.inspect import lag_of, pop_view
 from mqstore.broker.context import open_tables
-from mqstore.broker.names import QueueKey
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from tests.broker.support import Bench, messages_of
 
@@ -93,19 +92,3 @@ def test_waiting_retries_of_many_groups_are_counted_by_group(bench: Bench, monke
             if failed[each]
         ]
         assert waiting == [failed[each] for each in groups if failed[each]]
-
-
-def test_waiting_retry_of_an_unknown_queue_counts_in_the_first(bench: Bench) -> None:
-    bench.broker.groups.create("g", retry_queues=8)
-    for _ in range(20):
-        fail(bench, "g")
-    retries = {queue.queue_id: lag for queue, lag in bench.broker.lag("g").items() if queue.topic == "%RETRY%g"}
-    assert retries[0] == 20
-    assert sum(retries.values()) == 20
-    bench.advance(10_000)
-    retries = {queue.queue_id: lag for queue, lag in bench.broker.lag("g").items() if queue.topic == "%RETRY%g"}
-    assert retries == {
-        queue_id: len(messages_of(bench.parts, "%RETRY%g", queue_id))
-        for queue_id in range(8)
-        if bench.broker.offsets.committed(QueueKey("g", "%RETRY%g", queue_id)) is not None
-    }
