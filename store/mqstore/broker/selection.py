@@ -28,7 +28,6 @@ def jump_hash(state: int, buckets: int) -> int:
     """
     if buckets < 1:
         raise ValueError(f"there must be at least one bucket, not {buckets}")
-    state &= _MASK
     candidate = 0
     while True:
         state = (2862933555777941757 * state + 1) & _MASK

@@ -146,9 +146,9 @@ def _item(title: str, position: int, fields: list[Item], problem: str = "", wron
     return {"title": title, "position": position, "size": end - position, "problem": problem, "fields": fields}
 
 
-def _field(name: str, position: int, data: bytes, value: int | str | None = None, problem: str = "") -> Item:
+def _field(name: str, position: int, data: bytes, value: int | str | None = None) -> Item:
     row = {"name": name, "position": position, "size": len(data), "bytes": data[:_SHOWN].hex()}
-    return {**row, "value": _text(data) if value is None else value, "problem": problem}
+    return {**row, "value": _text(data) if value is None else value, "problem": ""}
 
 
 def _text(data: bytes) -> str:
