@@ -62,9 +62,6 @@ def test_a_topic_may_not_become_fifo_and_change_its_queues_at_once(bench: Bench)
         bench.broker.topics.alter("t", write_queues=2, message_type="FIFO")
 
 
-# -- groups (delivery#groups) ------------------------------------------------------------------------------------------
-
-
 # -- a broker that was closed (reliability#p9) -------------------------------------------------------------------------
 
 CALLS: dict[str, Callable[[Broker], object]] = {

@@ -147,6 +147,3 @@ def test_many_threads_may_parse_at_once(parse: Parse) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(use, range(3_000)))
-
-
-# -- with the log ------------------------------------------------------------------------------------------------------

@@ -48,6 +48,18 @@ def work(pops: PopBench, count: int, first: int = 0) -> None:
 # -- what is written --------------------------------------------------------------------------------------------------
 
 
+def test_deliveries_in_flight_share_a_record(pops: PopBench) -> None:
+    pops.put("t", 100)
+    held = [pops.pop(invisible_ms=HOUR_MS)[0] for _ in range(100)]
+    pops.service.flush()
+    assert records(pops) == ["ck"] * 4
+    pops.ack(*held[10:])
+    pops.service.flush()
+    assert records(pops) == ["ck"] * 4 + ["ack"] * 4
+    pops.crash(requeue_on_open=False)
+    assert [each.offset for each in pops.service.pending("g")] == [*range(10)]
+
+
 def test_journal_is_folded_when_it_is_full(pops: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "_FILE_BYTES", 4096)
     work(pops, 300)
@@ -119,6 +131,16 @@ def test_kill_between_folding_and_emptying_changes_nothing(pops: PopBench) -> No
     assert [each.offset for each in pops.service.pending("g")] == [0, 2]
     assert {offset for batch in pops.state.in_flight.values() for offset in batch.failed or ()} == {2}
     assert offsets(pops.pop(n=9)) == [4, 5]
+
+
+def test_acknowledged_item_that_was_released_before_stays_so(pops: PopBench) -> None:
+    pops.put("t", 3)
+    pops.release(*pops.pop())
+    for _ in range(2):  # the second empties the file
+        pops.ack(*pops.pop())
+        pops.service.flush()
+    pops.crash()
+    assert offsets(pops.pop(n=5)) == [2]
 
 
 def test_acknowledgements_of_logged_deliveries_survive_two_kills(pops: PopBench) -> None:

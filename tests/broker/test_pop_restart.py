@@ -343,6 +343,16 @@ def test_ordered_messages_that_a_new_filter_passes_over_hold_nothing(pops: PopBe
     assert pops.pop(order=True, n=2) == []
 
 
+def test_the_pop_log_is_pinned_from_the_replay_position_on(pops: PopBench) -> None:
+    pops.put("t", 2)
+    pops.ack(*pops.pop(local=False))
+    pops.pop(local=False)
+    pops.advance(5_000)
+    [pin] = pops.service.pins()
+    assert pin.physical_offset == pops.read(POP_LOG_TOPIC)[2].physical_offset
+    assert (pin.topic, pin.queue_id, pin.group) == (POP_LOG_TOPIC, 0, "CID_RMQ_SYS_POP_LOG")
+
+
 def test_old_batches_are_put_again_so_that_a_replay_stays_short(
     pops: PopBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -441,6 +441,3 @@ def test_as_a_naive_model_would_wake(hall: Hall, seed: int) -> None:
         hall.turn()
         assert sorted(hall.told) == sorted(expected), f"step {step}"
         assert len(hall.waiters.parked) == len(parked)
-
-
-# -- real threads, real clock ------------------------------------------------------------------------------------------
