@@ -17,11 +17,9 @@ from typing import Any
 def origin(_: Any) -> list[tuple[int, str]]:
     """Where a task ran, and where it has the package from."""
     import os
-    import time
 
     import mqstore
 
-    time.sleep(0.2)  # so that no executor is done with all tasks before another has begun
     return [(os.getppid(), os.path.dirname(mqstore.__file__))]
 
 
@@ -65,7 +63,8 @@ def main(master: str, store: str, folder: str, *settings: str) -> None:
         )
         rows = [[row.topic, row.queue_id, row.queue_offset, row.tags, row.body.hex()] for row in frame.collect()]
         tasks = frame.rdd.getNumPartitions()
-        origins = spark.sparkContext.parallelize(range(8), 8).flatMap(origin).collect()
+        # A barrier begins its tasks together, so each executor, which has one core, runs one.
+        origins = spark.sparkContext.parallelize(range(2), 2).barrier().mapPartitions(origin).collect()
 
         stream = spark.readStream.format("mqstore").options(subscribe="t", startingOffsets="earliest").load(store)
         query = (

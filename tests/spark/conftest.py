@@ -42,6 +42,13 @@ def pytest_configure(config: pytest.Config) -> None:
             config.addinivalue_line("filterwarnings", "ignore:unclosed <socket:ResourceWarning")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give each test with a Spark half an hour. No call in it has a limit: a busy machine starts a Java in minutes."""
+    for item in items:
+        if item.get_closest_marker("spark") or item.get_closest_marker("spark_alone"):
+            item.add_marker(pytest.mark.timeout(1800))
+
+
 def _unavailable(why: str) -> NoReturn:
     if os.environ.get("MQSTORE_REQUIRE_SPARK") == "1":
         pytest.fail(f"MQSTORE_REQUIRE_SPARK=1, but {why}")

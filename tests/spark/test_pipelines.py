@@ -18,7 +18,7 @@ from mqstore.spark.sessions import find_java
 _ROOT = Path(__file__).parent.parent.parent
 _EXTRAS = ("grpc", "grpc_status", "google.rpc", "pandas", "yaml", "zstandard")
 
-pytestmark = [pytest.mark.spark_alone, pytest.mark.usefixtures("spark_environment"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.spark_alone, pytest.mark.usefixtures("spark_environment")]
 
 
 def _missing() -> list[str]:
@@ -64,7 +64,6 @@ def test_each_order_comes_once_however_often_it_runs(tmp_path: Path) -> None:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=280,
         )
         assert done.returncode == 0, done.stderr[-4000:]
         with mqstore.open(tmp_path / "shop-reports", mode="r") as reports:

@@ -21,6 +21,7 @@ from mqstore.jobs.views import VIEWS
 from mqstore.spark import create_views, session, sql
 from tests.jobs.twostores import T0, KeptSession, two_stores
 from tests.tools.support import mqstore
+from tests.waiting import until
 
 pytestmark = pytest.mark.spark
 
@@ -127,10 +128,7 @@ def test_progress_counts_tasks_of_stages(spark: Any, tmp_path: Path) -> None:
     running = threading.Thread(target=lambda: counted.append(numbers.map(partial(sleeping, str(gate))).collect()))
     running.start()
     try:
-        until = time.monotonic() + 60
-        while tasks() != (2, 4) and time.monotonic() < until:
-            time.sleep(0.01)
-        assert tasks() == (2, 4)
+        until(lambda: tasks() == (2, 4), 600)
     finally:
         gate.touch()
         running.join()

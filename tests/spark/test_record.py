@@ -238,7 +238,7 @@ def test_a_stream_mirrors_a_store_by_record(spark: Any, tmp_path: Path) -> None:
             .trigger(availableNow=True)
             .start(str(tmp_path / "b"))
         )
-        query.awaitTermination(60)
+        query.awaitTermination()
         assert stored(tmp_path / "b") == stored(path)
         with MessageStore(path) as store:
             store.put_many("orders", [b"more %d" % i for i in range(10)], queue_id=0)
