@@ -14,7 +14,7 @@
 #   make interop  both engines on one store, ours and Apache RocketMQ's (needs a JDK, Maven; ROCKETMQ=5.4.0 takes another)
 #   make conformance  RocketMQ's Java and Go clients and mqadmin against `mqstore serve` (needs a JDK, Maven, Go; CLIENTS=5.4.0 takes others)
 #   make cluster  our client against RocketMQ's name server and two brokers (needs a JDK, Maven; ROCKETMQ=5.4.0 takes another)
-#   make test-connect  all tests of queues, producers and consumers behind a server (20 minutes)
+#   make test-connect  all tests of queues, producers and consumers behind a server (5 minutes)
 #   make crash   more crash images than `make test` tries, N=100000 of them, and a crash or error at every change
 #   make serve-faults  a server and its clients are killed N=20 times under load, and 5000 random frames for each
 #   make items   a queue is killed N=500 times among all its verbs, in each of three kinds
