@@ -122,6 +122,30 @@ def test_unconsumed_messages_are_kept_by_a_named_pin(tmp_path: Path) -> None:
     bench.broker.close()
 
 
+@pytest.mark.parametrize("held", [("popped",), ("popped", "delayed")])  # alone, a delayed one is rolled
+def test_a_message_in_flight_and_one_delayed_hold_the_log(tmp_path: Path, held: tuple[str, ...]) -> None:
+    bench = Bench(tmp_path / "store", retention=Retention(age=None, max_bytes=0))
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    for body in held:
+        broker.put("t", body.encode(), delay_level=18 if body == "delayed" else None)
+    deliveries = broker.pop("g", "t", invisible=HOUR / 1000)
+    fill(broker, "other", 0.3)
+    broker.commit("g", "other", 0, 300)
+    broker.store.flush()
+    bench.advance(HOUR // 2)
+
+    assert broker.store.min_offset == 0
+    assert [each.message.body for each in deliveries] == [b"popped"] * ("popped" in held)
+    broker.ack("g", "t", [each.receipt for each in deliveries])
+    bench.advance(2 * HOUR)
+    assert bench.bodies() == [b"delayed"] * ("delayed" in held)
+    broker.store.flush()
+    bench.advance(MINUTE)
+    assert broker.store.min_offset > 0
+    bench.broker.close()
+
+
 @pytest.fixture
 def dropping(tmp_path: Path) -> Iterator[Bench]:
     """Topic `t` of one queue, in small segments that go after a minute, consumed or not."""

@@ -64,6 +64,15 @@ def test_all_cut_messages_come_back_in_their_order(cut_store: Path) -> None:
     assert {app: entry["version"] for app, entry in saved["apps"].items()} == {"mqstore cut": 0}  # counted from 0
 
 
+def test_messages_come_back_beside_new_ones_in_their_old_place(cut_store: Path) -> None:
+    new = [Sent("orders", 0, b"new %d" % n * 50) for n in range(20)]
+    with open_again(cut_store) as store:
+        for each in new:
+            store.append(each.topic, each.queue_id, each.body, **each.fields())
+    restore_cut(cut_store)
+    assert kept(cut_store) == SENT[:BAD] + new + SENT[BAD + 1 :]
+
+
 def test_a_message_that_is_still_in_its_place_is_not_doubled(tmp_path: Path) -> None:
     path = tmp_path / "store"
     receipts = make(path)

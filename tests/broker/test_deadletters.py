@@ -18,7 +18,9 @@ from mqstore.broker.context import Parts
 from mqstore.broker.names import SCHEDULE_GROUP, QueueKey
 from mqstore.broker.redelivery.dead_letters import DeadLetterExpiry
 from mqstore.broker.redelivery.retry import Retries
+from mqstore.broker.retention import all_pins
 from mqstore.broker.router import Router
+from mqstore.broker.service import oldest_of
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, StoreFullError, TopicNotFoundError
 from tests.broker.support import START_MS, clock_of, full, messages_of, new_parts
 from tests.log.support import flip, kill
@@ -295,6 +297,18 @@ def test_deleted_and_sent_letters_stay_so_after_a_kill(tmp_path: Path) -> None:
     letters.purge(before_offset=3)
     assert (letters.bounds, again.offsets.sent(letters.topic)) == ((4, 6), ())
     again.store.close()
+
+
+def test_letters_hold_the_log_until_deleted(parts: Parts) -> None:
+    die(parts, 2)
+    parts.offsets.commit(QueueKey("g", "orders", 0), 2)
+    [_, second] = DeadLetters(parts, "g")
+    DeadLetters(parts, "g").purge(before_offset=1)
+    pin = oldest_of(all_pins(parts, []))
+    assert pin is not None
+    assert (pin.physical_offset, pin.topic) == (second.physical_offset, "%DLQ%g")
+    DeadLetters(parts, "g").purge()
+    assert oldest_of(all_pins(parts, [])) is None
 
 
 # -- expiry ----------------------------------------------------------------------------------------------------------

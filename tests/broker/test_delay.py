@@ -52,6 +52,21 @@ def test_a_table_that_is_none_is_refused_with_the_word_that_is_wrong(levels: str
 # -- on time (delivery#level-delivery, reliability#p4) -----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("level", [1, 18])
+def test_each_level_delivers_at_its_millisecond_and_not_before(delays: Delays, level: int) -> None:
+    delays.clock.advance(137)
+    delays.put(level)
+    due_ms = START_MS + 137 + DEFAULT_MS[level - 1]
+    assert delays.settle() == due_ms, "when to come again is exact"
+    delays.clock.set_wall(due_ms - 1)
+    assert delays.settle() == due_ms
+    assert delays.delivered() == []
+    delays.clock.set_wall(due_ms)
+    delays.settle()
+    assert delays.delivered() == [b"m"]
+    assert delays.service.waiting() == 0
+
+
 def test_levels_are_independent_and_ordered_by_time(delays: Delays) -> None:
     for level in (3, 1, 2, 1):
         delays.put(level, b"%d" % level)

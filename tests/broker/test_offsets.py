@@ -191,6 +191,17 @@ def test_later_commits_are_not_part_of_a_running_save(offsets: _Offsets, monkeyp
     assert offsets.stored()["offsetTable"] == {"t@g": {"0": 8}}
 
 
+def test_failed_save_is_repeated(offsets: _Offsets) -> None:
+    offsets.fill("t", 0, 9)
+    offsets.fs.fail("create", errno.EIO, path_part="consumerOffset")
+    with pytest.raises(StoreIOError):
+        offsets.table.commit(QueueKey("g", "t", 0), 7, durability="flush")
+    assert offsets.table.committed(QueueKey("g", "t", 0)) == 7
+    assert offsets.table.dirty
+    offsets.table.save()
+    assert offsets.again().committed(QueueKey("g", "t", 0)) == 7
+
+
 # -- quick saves -------------------------------------------------------------------------------------------------------
 
 

@@ -92,6 +92,22 @@ def test_only_unacknowledged_messages_are_copied_to_retry(pops: PopBench) -> Non
     assert {d.receipt.split()[4] for d in again} == {"2"}
 
 
+def test_late_receipt_settles_until_the_copy_exists(pops: PopBench) -> None:
+    pops.put("t", 2)
+    first, second = pops.pop(n=2)
+    pops.clock.advance(INVISIBLE_MS + 5)  # the housekeeper has not come yet
+    pops.ack(first)
+    pops.settle()
+    assert [copy.body for copy in pops.read(RETRY)] == [b"1"]
+    pops.ack(first)
+    size = pops.log_size()
+    with pytest.raises(ReceiptExpiredError) as caught:
+        pops.ack(second)
+    assert list(caught.value.receipts) == [second.receipt]
+    assert pops.log_size() == size
+    assert bodies(pops.pop(n=5)) == [b"1"]
+
+
 def test_late_receipts_do_not_stop_the_others(pops: PopBench) -> None:
     pops.put("t", 3)
     late = pops.pop(invisible_ms=1_000)
@@ -220,6 +236,13 @@ def test_prefetch_of_another_filter_is_discarded(pops: PopBench) -> None:
     assert bodies(pops.pop(n=2)) == [b"6", b"7"]
 
 
+def test_copies_are_not_filtered_again(pops: PopBench) -> None:
+    pops.put("t", 1, tag="a")
+    pops.pop(filter=tags("a"))
+    pops.advance(INVISIBLE_MS)
+    assert bodies(pops.pop(filter=tags("b"))) == [b"0"]
+
+
 # -- the retry topic --------------------------------------------------------------------------------------------------
 
 
@@ -256,6 +279,9 @@ def test_ambiguous_retry_topic_of_version_1_is_ignored(pops: PopBench) -> None:
     pops.parts.topics.ensure(RETRY_V1, 1)
     pops.parts.store.put(RETRY_V1, b"of the queue model")
     assert pops.pop(n=5) == []
+
+
+# -- reset, deletion --------------------------------------------------------------------------------------------------
 
 
 # -- trouble ----------------------------------------------------------------------------------------------------------

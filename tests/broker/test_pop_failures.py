@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mqstore.errors import ConfigError, InvalidMessageError, ReceiptExpiredError
-from tests.broker.popsupport import PopBench, bodies
+from tests.broker.popsupport import DLQ, PopBench, bodies
 
 # -- errors half-way --------------------------------------------------------------------------------------------------
 
@@ -83,6 +83,17 @@ def put_longest(pops: PopBench) -> int:
             size -= 1
         else:
             return size
+
+
+@pytest.mark.parametrize("max_attempts", [1, 2])
+def test_expired_batch_is_dead_lettered_after_its_last_attempt(pops: PopBench, max_attempts: int) -> None:
+    pops.parts.groups.create("g", max_attempts=max_attempts)
+    pops.put("t", 3)
+    for _ in range(max_attempts):
+        assert len(pops.pop(n=3, invisible_ms=1_000)) == 3
+        pops.advance(1_000)
+    assert sorted(message.body for message in pops.read(DLQ)) == [b"0", b"1", b"2"]
+    assert pops.pop(n=3) == []
 
 
 @pytest.mark.parametrize("max_attempts", [1, 16])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mqstore.errors import InvalidReceiptError, ReceiptExpiredError
-from tests.broker.popsupport import DLQ, POP_LOG_TOPIC, RETRY, PopBench, bodies, offsets, queue
+from tests.broker.popsupport import DLQ, POP_LOG_TOPIC, RETRY, PopBench, bodies, offsets, queue, tags
 
 INVISIBLE_MS = 60_000
 
@@ -55,6 +55,24 @@ def test_a_nack_of_the_last_attempt_files_the_dead_letter(pops: PopBench) -> Non
     assert pops.committed() == 2
     with pytest.raises(ReceiptExpiredError):
         pops.service.dead_letter("g", "t", first[1].receipt, "mine")
+
+
+def test_a_filter_leaves_gaps_that_do_not_hold_the_commit(pops: PopBench) -> None:
+    for i, tag in enumerate("abaabbab"):
+        pops.put("t", 1, first=i, tag=tag)
+    found = pop(pops, 2, filter=tags("b"))
+    assert offsets(found) == [1, 4]
+    assert pops.committed() == 1
+    pops.ack(found[0])
+    assert pops.committed() == 4
+    pops.ack(found[1])
+    found = pop(pops, filter=tags("b"))
+    assert offsets(found) == [5, 7]
+    pops.ack(*found)
+    assert pops.committed() == 8
+    pops.put("t", 2, tag="a")
+    assert pop(pops, filter=tags("b")) == []
+    assert pops.committed() == 10
 
 
 def test_parked_receivers_are_woken_when_the_queue_is_free(pops: PopBench) -> None:

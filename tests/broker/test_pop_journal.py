@@ -48,6 +48,19 @@ def work(pops: PopBench, count: int, first: int = 0) -> None:
 # -- what is written --------------------------------------------------------------------------------------------------
 
 
+def test_deliveries_in_this_process_leave_one_record_in_all(pops: PopBench) -> None:
+    work(pops, 200)
+    assert records(pops) == []
+    pops.service.flush()
+    assert records(pops) == ["ck"]
+    work(pops, 3, first=200)
+    pops.advance(5_000)
+    assert records(pops) == ["ck"] * 2
+    pops.advance(60_000)  # nothing more while nothing happens
+    assert records(pops) == ["ck"] * 2
+    assert pops.replay_position == 2
+
+
 def test_deliveries_in_flight_share_a_record(pops: PopBench) -> None:
     pops.put("t", 100)
     held = [pops.pop(invisible_ms=HOUR_MS)[0] for _ in range(100)]
@@ -67,6 +80,20 @@ def test_journal_is_folded_when_it_is_full(pops: PopBench, monkeypatch: pytest.M
     pops.crash()
     assert pops.pop() == []
     assert pops.committed() == 300
+
+
+def test_full_journal_is_folded_within_the_interval(pops: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "_FILE_BYTES", 900)
+    pops.settle()
+    pops.put("t", 9)
+    while pops.tables.journal_end or not pops.tables.journal_map:
+        pops.ack(*pops.pop())
+    assert records(pops) == []
+    due_ms = pops.service.run_once(pops.now_ms)
+    assert due_ms is not None
+    assert due_ms <= pops.now_ms + 5_000
+    pops.advance(due_ms - pops.now_ms)
+    assert records(pops) != []
 
 
 @pytest.mark.parametrize("local", [False, True])
@@ -116,6 +143,17 @@ def test_kill_keeps_acknowledgements_and_counts_attempts(pops: PopBench) -> None
     with pytest.raises(ReceiptExpiredError):
         pops.ack(first)
     pops.ack(second)  # again
+
+
+def test_second_kill_finds_the_same(pops: PopBench) -> None:
+    pops.put("t", 4)
+    held = [pops.pop(invisible_ms=HOUR_MS)[0] for _ in range(3)]
+    pops.ack(held[0])
+    for _ in range(3):
+        pops.crash(requeue_on_open=False)
+        assert [each.offset for each in pops.service.pending("g")] == [1, 2]
+        assert pops.committed() == 1
+    assert offsets(pops.pop(n=9)) == [3]
 
 
 def test_kill_between_folding_and_emptying_changes_nothing(pops: PopBench) -> None:

@@ -12,7 +12,7 @@ import pytest
 import mqstore
 from mqstore.broker.admin.inspect import looked_pops
 from mqstore.errors import InvalidReceiptError, ReceiptExpiredError
-from tests.broker.popsupport import POP_LOG_TOPIC, RETRY, PopBench, offsets, queue, tags
+from tests.broker.popsupport import DLQ, POP_LOG_TOPIC, RETRY, PopBench, offsets, queue, tags
 from tests.log.support import flip
 
 INVISIBLE_MS = 60_000
@@ -28,6 +28,16 @@ def restart(request: pytest.FixtureRequest, pops: PopBench) -> Any:
         pops.reopen(**config)
 
     return restart
+
+
+def test_nothing_is_released_when_that_is_switched_off(pops: PopBench, restart: Any) -> None:
+    pops.put("t", 1)
+    pops.pop()
+    restart(requeue_on_open=False)
+    pops.settle()
+    assert pops.read(RETRY) == []
+    pops.advance(INVISIBLE_MS)
+    assert len(pops.read(RETRY)) == 1
 
 
 @pytest.mark.parametrize("collects", [True, False])
@@ -554,6 +564,17 @@ def test_pop_by_a_clock_a_day_ahead_is_redelivered(pops: PopBench, set_back: Any
     assert pops.committed() == 3
     with pytest.raises(ReceiptExpiredError):
         pops.ack(early[2])
+
+
+def test_the_last_attempt_by_a_clock_a_day_ahead_ends_as_a_dead_letter(pops: PopBench, set_back: Any) -> None:
+    pops.parts.groups.create("g", retry_max_times=0)
+    pops.put("t", 2)
+    pops.clock.set_wall(pops.now_ms + DAY_MS)
+    pops.pop(order=True, local=False)
+    set_back(DAY_MS)
+    pops.settle()
+    assert [dead.body for dead in pops.read(DLQ)] == [b"0"]
+    assert offsets(pops.pop(order=True)) == [1]
 
 
 @pytest.mark.parametrize("order", [False, True])

@@ -169,6 +169,26 @@ def test_relocated_level_message_is_delivered_as_usual(bench: Bench) -> None:
         assert message.tags_code == without.tags_code
 
 
+def test_a_level_keeps_its_order_where_a_part_of_it_is_rolled(bench: Bench) -> None:
+    for number in range(3):
+        bench.broker.put("orders", b"%d" % number, queue_id=0, delay_level=3)
+        bench.jump(S)
+    bench.busy()
+    for number in range(3, 6):
+        bench.broker.put("orders", b"%d" % number, queue_id=0, delay_level=3)
+        bench.jump(S)
+    bench.house()
+    assert bench.counted("delay_rolled") == 3
+    assert bench.broker.stats().delay_levels == {3: (3, 6)}
+    bench.jump(START_MS + 30 * DAY - bench.clock.now_ms())
+    for _ in range(50):
+        bench.jump(S)
+    assert [body for body, _ in bench.arrived()] == [*"012345"]
+    for number, (_, at_ms) in zip((0, 1, 2, 3, 4, 5), bench.arrived(), strict=True):
+        assert at_ms >= 30 * DAY + number * S
+    assert bench.counted("delay_rolled") == 3
+
+
 # -- once --------------------------------------------------------------------------------------------------------------
 
 
@@ -274,6 +294,18 @@ def test_a_recall_between_rolling_and_its_checkpoint_holds_over_a_crash(bench: B
 
 
 # -- crashes, restarts, failures ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rolled", "killed"), [(1, True), (3, False), (5, True)])
+def test_a_pass_that_was_cut_short_goes_on_where_it_was(bench: Bench, rolled: int, killed: bool) -> None:
+    at_the_front(bench, *[20 * DAY] * 5)
+    assert bench.timer.roll(SEGMENT, rolled, bench.clock.now_ms()) == rolled
+    bench.jump(S)  # the checkpoint
+    (bench.kill if killed else bench.again)()
+    bench.house()
+    assert bench.counted("TIMER_ROLLED") == 5 - rolled
+    bench.days(21)
+    assert sorted(body for body, _ in bench.arrived()) == [*"01234"]
 
 
 @pytest.mark.parametrize("kind", ["timer", "level"])
@@ -445,6 +477,25 @@ def test_a_timer_message_that_cannot_be_put_again_stays(
     bench.again()
     bench.house()
     assert bench.counted("TIMER_ROLLED") == 1, "it can be, again"
+
+
+# -- what is told ------------------------------------------------------------------------------------------------------
+
+
+def test_clock_step_back_finds_relocated_messages(bench: Bench) -> None:
+    handles = at_the_front(bench, HOUR, 3 * DAY)
+    assert bench.timer.roll(SEGMENT, 1, bench.clock.now_ms()) == 1
+    bench.jump(S)
+    bench.clock.set_wall(START_MS - HOUR)
+    bench.settle()
+    bench.again()
+    bench.jump(2 * HOUR - 1)
+    assert bench.arrived() == []
+    bench.jump(S)
+    assert [body for body, _ in bench.arrived()] == ["0"]
+    assert bench.broker.recall(handles[1]) is True
+    bench.days(5)
+    assert [body for body, _ in bench.arrived()] == ["0"]
 
 
 # -- anything ----------------------------------------------------------------------------------------------------------

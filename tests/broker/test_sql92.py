@@ -512,3 +512,9 @@ _WORDS = [
 )
 def test_any_text_is_a_filter_or_a_filter_error(sql: Sql, text: str, properties: dict[str, str]) -> None:
     assert answer(sql, text, properties) in "TFNEP"
+
+
+@given(st.text(max_size=30) | st.from_regex(r"[ +-]?[0-9x.eEpPdfNaI_]{0,12}", fullmatch=True))
+def test_any_property_is_a_number_or_an_evaluation_error(sql: Sql, text: str) -> None:
+    for expression in ("a = 1", "a = 9223372036854775807", "a = 1.5", "a < b"):
+        assert answer(sql, expression, {"a": text, "b": "1"}) in "TFE"

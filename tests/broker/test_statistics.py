@@ -71,6 +71,16 @@ def test_a_window_reaches_from_its_oldest_sample_to_its_newest(
     assert getattr(statistics.snapshot(), window) == {}
 
 
+@pytest.mark.parametrize("step", [-86_400_000, 86_400_000])
+def test_a_step_of_the_wall_clock_bends_no_rate(statistics: Statistics, clock: SimulatedClock, step: int) -> None:
+    statistics.add("TOPIC_PUT_NUMS", "t", 50)
+    clock.set_wall(clock.now_ms() + step)
+    assert statistics.run_once(clock.now_ms()) == clock.now_ms() + 10 * SECOND
+    clock.advance(10 * SECOND)
+    assert statistics.run_once(clock.now_ms()) == clock.now_ms() + 10 * SECOND
+    assert statistics.snapshot().minute["TOPIC_PUT_NUMS", "t"].tps == 5.0
+
+
 @given(
     st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(1, 9), st.sampled_from([0, 1, 4_000, 10_000, 35_000])))
 )
@@ -96,6 +106,9 @@ def test_the_minute_is_that_of_a_model_that_keeps_whole_samples(steps: list[tupl
             if newest[name] != oldest[name]
         }
         assert statistics.snapshot().minute == expected
+
+
+# --- where the lag of a group begins ---
 
 
 # --- Prometheus ----------------------------------------------------------------------------------------------------

@@ -29,6 +29,25 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return count_looks(monkeypatch)
 
 
+@pytest.mark.parametrize("phase_ms", [0, 1, 999])
+@pytest.mark.parametrize("reopened", [False, True])
+def test_a_message_comes_at_its_moment(timers: Timers, phase_ms: int, reopened: bool) -> None:
+    """A store reopened a millisecond before each moment delivers as one that stays open."""
+    timers.clock.advance(phase_ms)
+    due = {wait_ms: phase_ms + wait_ms for wait_ms in (1, 500, 999, 1000, 1001, 1999, 2000, 59_999, 60_000, 2 * DAY)}
+    for wait_ms in due:
+        timers.put(str(wait_ms), wait_ms)
+    for done, due_ms in enumerate(due.values()):
+        timers.pass_ms(due_ms - 1 - (timers.clock.now_ms() - START_MS))
+        if reopened:
+            timers.reopen()
+        assert (len(timers.texts()), timers.timer.waiting()) == (done, len(due) - done)
+        timers.pass_ms(1)
+    assert timers.delivered() == [(str(wait_ms), due_ms) for wait_ms, due_ms in due.items()]
+    assert len(timers.messages(TIMER_TOPIC)) <= len(due) + 1, "rolled for nothing"
+    assert timers.timer.waiting() == 0
+
+
 def test_estimate_of_waiting_messages_keeps_what_was_read_before_damage(
     timers: Timers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +189,28 @@ def test_nothing_is_lost_or_early_over_a_stop_of_any_length(timers: Timers, stop
 
 
 # --- recall -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wait_ms", [2 * S, 10 * DAY])
+@pytest.mark.parametrize("at", ["once", "half", "last"])
+def test_a_recalled_message_is_not_delivered(timers: Timers, wait_ms: int, at: str) -> None:
+    handle = timers.put("a", wait_ms)
+    timers.put("b", wait_ms)
+    timers.pass_ms({"once": 0, "half": wait_ms // 2, "last": wait_ms - S}[at])
+    assert timers.timer.recall(handle)
+    assert timers.timer.recall(handle), "it stays recalled"
+    timers.pass_ms(wait_ms + S)
+    assert timers.texts() == ["b"]
+    assert not timers.timer.recall(handle)
+
+
+def test_a_recall_comes_too_late_when_the_moment_has_come(timers: Timers) -> None:
+    handles = [timers.put(str(wait_ms), wait_ms) for wait_ms in (4300, 4301, 4302)]
+    timers.pass_ms(4301)
+    assert [timers.timer.recall(handle) for handle in handles] == [False, False, True]
+    timers.pass_ms(2 * S)
+    assert timers.texts() == ["4300", "4301"]
+    assert not any(map(timers.timer.recall, handles))
 
 
 @pytest.mark.parametrize("how", ["running", "closed", "killed", "clock set back", "built again"])
@@ -514,6 +555,22 @@ def test_clock_step_back_stops_a_slot(timers: Timers, monkeypatch: pytest.Monkey
     assert len(timers.texts()) == 10
     timers.pass_ms(S)
     assert timers.texts() == [str(n) for n in range(14)]
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+def test_a_clock_set_back_within_the_second_that_is_read(timers: Timers, reopened: bool) -> None:
+    for wait_ms in (200, 600, 900, 1500):
+        timers.put(str(wait_ms), wait_ms)
+    timers.pass_ms(700)
+    timers.clock.set_wall(START_MS + 300)
+    if reopened:
+        timers.reopen()
+    timers.put("new", 50)  # due before one that is delivered: it waits for the clock to be there again
+    timers.pass_ms(200)
+    assert timers.texts() == ["200", "600"]
+    timers.reopen()
+    timers.pass_ms(2 * S)
+    assert timers.delivered() == [("200", 200), ("600", 600), ("new", 600), ("900", 900), ("1500", 1500)]
 
 
 # --- cost -------------------------------------------------------------------------------------------------------------

@@ -12,9 +12,11 @@ from pathlib import Path
 import crc32c
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mqstore.broker.delay import timercheck
-from mqstore.broker.delay.route import delay_route, due_of
+from mqstore.broker.delay.route import WINDOW_MS, delay_route, due_of, placement, slot_of
 from mqstore.broker.delay.timercheck import JavaProgress, Progress, TimerCheck
 from mqstore.broker.delay.timerfiles import (
     CANCELS,
@@ -158,6 +160,24 @@ def test_a_moment_that_cannot_be_is_refused(properties: dict[str, str]) -> None:
     assert caught.value.field == "properties"
 
 
+@given(stored=st.integers(NOW, NOW + 10 * DAY), wait=st.integers(1, MAX))
+def test_hops_lead_to_the_moment_and_none_is_longer_than_the_window(stored: int, wait: int) -> None:
+    out = slot_of(stored + wait)
+    hops = 0
+    at = stored
+    while True:
+        slot, rolls = placement(at, out)
+        assert slot <= out
+        assert slot - at <= WINDOW_MS
+        assert (slot == out) == (not rolls)
+        if not rolls:
+            break
+        assert slot - at >= WINDOW_MS // 2 - S
+        at = slot + S  # a slot is read when it is over
+        hops += 1
+    assert hops <= 366
+
+
 def test_unique_keys_do_not_repeat_in_a_forked_child() -> None:
     here, there = os.pipe()
     pid = os.fork()
@@ -242,6 +262,25 @@ def test_the_unit_of_a_record_is_found_wherever_it_lies(tmp_path: Path, seed: in
         expected = (position, UNIT._replace(physical_offset=wanted)) if position >= low else None
         assert log.find(wanted, low, behind) == expected
     log.close()
+
+
+def test_positions_never_come_back_after_a_restart(tmp_path: Path) -> None:
+    log = new_log(tmp_path)
+    for unit in units(6):
+        log.append(unit)
+    log.write()
+    log.append(UNIT)
+    log.restart()
+    assert not list((tmp_path / "timerlog").iterdir())
+    assert log.append(UNIT) == 2 * SEGMENT
+    log.write()
+    assert [unit["physical_offset"].tolist() for _, unit in log.scan(2 * SEGMENT, verified=True)] == [
+        [UNIT.physical_offset]
+    ]
+    # A log that was never loaded steps over what it finds.
+    other = new_log(tmp_path)
+    other.restart()
+    assert other.end == 3 * SEGMENT
 
 
 def test_a_failed_sync_is_final(tmp_path: Path) -> None:

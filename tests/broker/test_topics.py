@@ -261,6 +261,15 @@ def test_a_deleted_topic_is_gone_but_its_numbers_go_on(topics: Topics) -> None:
     topics.store = open_store(topics.path)
 
 
+def test_a_message_that_slips_in_while_a_topic_goes_is_not_lost(topics: Topics) -> None:
+    topics.fill("a", 1, 2)
+    topics.table.delete("a")
+    assert topics.table.get("a") is None
+    topics.fill("a", 1)
+    assert topics.table.require("a").read_queues == 2
+    assert topics.offsets.bounds("a", 1) == (2, 3)
+
+
 def test_a_topic_in_use_is_deleted_only_by_force(topics: Topics) -> None:
     topics.table.for_send("a")
     topics.fill("a", 0, 3)

@@ -423,6 +423,16 @@ def test_checks_come_after_six_seconds_or_the_immunity(bench: Bench, immunity: f
     assert times == [first_ms, first_ms + 30_000, first_ms + 60_000]
 
 
+@pytest.mark.parametrize(("answer", "visible", "open_after"), [(True, 1, 0), (False, 0, 0), (None, 0, 1)])
+def test_check_answer_ends_the_transaction(bench: Bench, answer: bool | None, visible: int, open_after: int) -> None:
+    asked: list[Message] = []
+    bench.transactions.on_check(GROUP, always(answer, asked))
+    bench.begin(b"paid", immunity=10)
+    bench.pass_ms(10_001)
+    assert [(message.body, message.system_properties["REAL_TOPIC"]) for message in asked] == [(b"paid", "orders")]
+    assert (len(bench.bodies()), bench.transactions.open_count()) == (visible, open_after)
+
+
 def test_a_callback_that_raises_is_an_unknown_and_is_logged(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     def check(message: Message) -> bool:
         raise RuntimeError("database gone")
