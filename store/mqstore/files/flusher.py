@@ -63,9 +63,9 @@ class GroupCommit:
     the leader proves nothing about the disk: the next in line takes over, as after a `SyncNotBegunError`.
     """
 
-    def __init__(self, sync: Callable[[int], int], flushed: int = 0) -> None:
+    def __init__(self, sync: Callable[[int], int]) -> None:
         #: Every byte below is durable. Only grows. Reading it needs no lock.
-        self.flushed = flushed
+        self.flushed = 0
         #: Error of the failed sync, or None.
         self.failure: BaseException | None = None
         self._sync = sync
@@ -93,9 +93,9 @@ class GroupCommit:
         """
         return self.flushed >= target or self._join(target, timeout_s)
 
-    def sync_now(self, timeout_s: float | None = None) -> bool:
-        """Make all bytes durable that were appended before this call. Results and errors are those of `wait_until`."""
-        return self._join(None, timeout_s)
+    def sync_now(self) -> None:
+        """Make all bytes durable that were appended before this call. Errors are those of `wait_until`."""
+        self._join(None, None)
 
     def poison(self, error: BaseException) -> None:
         """Act as if a sync had raised `error`. The first failure is kept."""

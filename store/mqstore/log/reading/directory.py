@@ -208,7 +208,8 @@ class StoreFiles(Closing):
         """Open the directory. Raises NotAStoreError, CorruptStoreError and UnsupportedStoreError."""
         self.path = Path(path)
         self._store = ReadOnlyMessageStore(path, fs=QUIET)
-        self._front = (0, 0)
+        self.front = (0, 0)
+        """Physical offsets where the log began when `log` was called, and now. Retention moves it."""
 
     def close(self) -> None:
         self._store.close()
@@ -275,7 +276,7 @@ class StoreFiles(Closing):
         began = verifier.front
         wanted = (lambda topic, number: topic in topics and queue_id in (None, number)) if topics else None
         for item in walk_log(store, verifier, wanted):
-            self._front = began, verifier.front
+            self.front = began, verifier.front
             if topics and isinstance(item, list):
                 queues.update(map(attrgetter("topic"), item))
             if progress is not None:
@@ -323,18 +324,13 @@ class StoreFiles(Closing):
     # -- completeness -----------------------------------------------------------------------------------------------
 
     @property
-    def front(self) -> tuple[int, int]:
-        """Physical offsets where the log began when `log` was called, and now. Retention moves it."""
-        return self._front
-
-    @property
     def clean_shutdown(self) -> bool:
         """True if the last writer had closed the store."""
         return self._store.clean_shutdown
 
     @property
     def bad_records(self) -> int:
-        """Number of records that `iter`, `find` and `follow` passed over since they do not verify."""
+        """Number of records that `follow` passed over since they do not verify."""
         return self._store.stats().bad_records
 
     def unlisted_queue(self, topic: str) -> QueueRef | None:

@@ -477,17 +477,17 @@ class _Making:
         copy.folder("commitlog")
         for segment in moment.segments:
             name, length = f"commitlog/{os.path.basename(segment.path)}", moment.length_of(segment)
-            if not (self._link and _is_linked(segment, moment) and self._still(copy.link, name, segment=segment)):
+            if not (self._link and _is_linked(segment, moment) and self._still(segment, copy.link, name)):
                 fd = moment.held.get(segment.start)
                 if fd is not None:
                     copy.file(name, fd, length)
-                elif not self._still(self._file, copy, name, length, segment=segment):
+                elif not self._still(segment, self._file, copy, name, length):
                     raise _GoneError
 
-    def _still(self, bring: Callable[..., None], *arguments: Any, segment: Segment, **named: Any) -> bool:
+    def _still(self, segment: Segment, bring: Callable[..., None], *arguments: Any) -> bool:
         """Return True if the segment existed when `bring` ran."""
         try:
-            bring(*arguments, **named)
+            bring(*arguments)
         except FileNotFoundError:
             if os.path.lexists(segment.path):
                 raise  # the folder of the copy is gone
