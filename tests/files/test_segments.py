@@ -186,21 +186,6 @@ def test_length_before_name_and_name_before_the_first_acknowledgement(folder: Pa
     ]
 
 
-def test_failed_folder_sync_is_repeated(folder: Path) -> None:
-    fs = FaultyFileSystem()
-    run = filled(folder, 1, fs=fs)
-    run.create(SIZE)
-    fs.fail("sync_directory", errno.EIO)
-    with pytest.raises(StoreIOError):
-        run.sync_folder()
-    fs.calls.clear()
-
-    run.sync_folder()
-    run.sync_folder()
-
-    assert order_of(fs) == [("sync_directory", "log")]
-
-
 def test_a_name_that_comes_during_a_folder_sync_is_not_taken_for_durable(folder: Path) -> None:
     class Meddling(FaultyFileSystem):
         def sync_directory(self, path: Any) -> None:

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.layout.dispatch import FEW_RECORDS, SCHEDULE_TOPIC, Output, few, rows_of, tags_code_at
-from mqstore.layout.javahash import index_hash, java_hash
 from mqstore.layout.record import INNER_BATCH, MAGIC_V1, MAGIC_V2, encode_blank
 from mqstore.layout.scan import Headers, walk
 
@@ -130,27 +129,3 @@ def test_a_stretch_that_something_else_ends_is_left_to_arrays(cut: int) -> None:
     assert few(good, 0, len(good) - cut, BASE, LEVELS_MS) is None
     assert few(good * FEW_RECORDS, 0, FEW_RECORDS * len(good), BASE, LEVELS_MS) is not None
     assert few(good * (FEW_RECORDS + 1), 0, (FEW_RECORDS + 1) * len(good), BASE, LEVELS_MS) is None
-
-
-def test_vectors_of_one_record() -> None:
-    """format#tags-code, format#key-hash: values worked out by hand, independent of either path."""
-    properties = b"TAGS\x01old\x02KEYS\x01k1  k2\x02UNIQ_KEY\x01U\x02TAGS\x01TagA\x02"
-    data = b"\0" * 5 + record(b"topic", properties=properties, queue_id=3, queue_offset=9)
-    found = few(data, 5, len(data), BASE, LEVELS_MS)
-    assert found is not None
-    assert found.queues == [("topic", 3, [9], struct.pack(">qiq", BASE + 5, len(data) - 5, 2598919))]
-    assert found.entry_hash == [index_hash("topic#U"), index_hash("topic#k1"), index_hash("topic#k2")]
-    assert found.entry_physical_offset == [BASE + 5] * 3
-    assert found.entry_store_timestamp_ms == [1_700_000_000_123] * 3
-    delayed = record(SCHEDULE_TOPIC.encode(), properties=b"DELAY\x012\x02TAGS\x01TagA\x02")
-    found = few(delayed, 0, len(delayed), BASE, LEVELS_MS)
-    assert found is not None
-    assert struct.unpack(">qiq", found.queues[0][3])[2] == 1_700_000_005_123
-    assert java_hash("TagA") == 2598919
-
-
-def test_a_record_that_was_rolled_back_has_no_unit_and_no_index_entry() -> None:
-    rolled_back = record(properties=b"KEYS\x01k\x02UNIQ_KEY\x01u\x02", sys_flag=12)
-    found = few(rolled_back, 0, len(rolled_back), BASE, LEVELS_MS)
-    assert found is not None
-    assert plain(found) == plain(by_arrays(rolled_back)[0]) == ([], [], [], [], 1_700_000_000_123)
