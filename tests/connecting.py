@@ -7,16 +7,14 @@ groups. After it everything that the server has sent is taken in, as a test with
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import mqstore
 from mqstore.remote import broker as remote
 from mqstore.remote.store import RemoteStore
-from mqstore.serve import Server
+from mqstore.serve.thread import ServerThread
 
 ADMINISTRATION = {
     "": ("change_invisible", "delete_group", "reset", "run_once", "save", "stats", "wait", "prometheus"),
@@ -28,42 +26,13 @@ ADMINISTRATION = {
 """Methods that tests call and no client does."""
 
 
-class Serving:
-    """The server of a broker, in a thread."""
-
-    def __init__(self, broker: Any) -> None:
-        self._broker = broker
-        self._loop = asyncio.new_event_loop()
-        self._stop = asyncio.Event()
-        ready: Future[str] = Future()
-        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._main(ready),), daemon=True)
-        self._thread.start()
-        self.address = ready.result(20)
-
-    async def _main(self, ready: Future[str]) -> None:
-        try:
-            async with Server(self._broker, listen=[("127.0.0.1", 0)]) as server:
-                self.server = server
-                ready.set_result(server.endpoints[0])
-                await self._stop.wait()
-        except BaseException as error:
-            if ready.done():
-                raise
-            ready.set_exception(error)
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(30)
-        self._loop.close()
-
-
 class ConnectedBroker(remote.RemoteBroker):
     """The contract of `behind`, over a connection to its server."""
 
     def __init__(self, behind: Any) -> None:
         self.behind = behind
         """For looks of tests past the wall."""
-        self.serving = Serving(behind)
+        self.serving = ServerThread(behind, "127.0.0.1:0", unix=None, insecure_bind=False)
         super().__init__(self.serving.address)
         administer(self, behind)
 
@@ -116,7 +85,7 @@ class ServedStore(RemoteStore):
         self.behind = mqstore.open(*args, **options)
         """For looks of tests past the wall."""
         try:
-            self.serving = Serving(self.behind.broker)
+            self.serving = self.behind.serve("127.0.0.1:0")
             super().__init__(self.serving.address)
         except BaseException:
             self.behind.close()

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from mqstore import Store
-from tests.connecting import Serving
+from mqstore.serve.thread import ServerThread
 
 
 @pytest.fixture
-def serving(behind: Store) -> Iterator[Serving]:
-    """Serve the store `behind`, which the test module makes."""
-    serving = Serving(behind.broker)
-    yield serving
-    serving.close()
+def serving(behind: Store) -> ServerThread:
+    """Serve the store `behind`, which the test module makes, until it is closed."""
+    return behind.serve("127.0.0.1:0")

@@ -22,11 +22,13 @@ from mqstore.errors import ConfigError, ConnectionLostError, InvalidMessageError
 from mqstore.remote.connection import Connection
 from mqstore.remoting.calls import CALLS
 from mqstore.remoting.frames import RESPONSE, Frame, FrameReader, encode
+from mqstore.serve.thread import ServerThread
 from tests.children import in_child
-from tests.connecting import Serving
 from tests.waiting import until
 
 ECHO = 500
+Answer = Callable[[int, Frame], Frame | bytes | None]
+"""What a `Script` answers to a request on its n-th connection: bytes as they are."""
 
 
 def address_of(listener: socket.socket) -> str:
@@ -36,7 +38,7 @@ def address_of(listener: socket.socket) -> str:
 class Script:
     """A server that answers each request by a function, which may also end the connection by an OSError."""
 
-    def __init__(self, answer: Callable[[int, Frame], Frame | None]) -> None:
+    def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = address_of(self._listener)
@@ -58,7 +60,10 @@ class Script:
                 reader.feed(data)
                 for request in reader:
                     self.requests.append(request)
-                    if (answer := self._answer(line, request)) is not None:
+                    answer = self._answer(line, request)
+                    if isinstance(answer, bytes):
+                        sock.sendall(answer)
+                    elif answer is not None:
                         answer.opaque, answer.binary, answer.flag = request.opaque, request.binary, RESPONSE
                         sock.sendall(encode(answer))
         except OSError:
@@ -73,7 +78,7 @@ class Script:
 
 
 @contextmanager
-def connected(answer: Callable[[int, Frame], Frame | None], **options: Any) -> Iterator[tuple[Script, Connection]]:
+def connected(answer: Answer, **options: Any) -> Iterator[tuple[Script, Connection]]:
     script = Script(answer)
     connection = Connection(script.address, **{"timeout_s": 5.0, **options})
     try:
@@ -93,43 +98,6 @@ def lost_at_first(line: int, frame: Frame) -> Frame:
     return echo(line, frame)
 
 
-def test_each_of_many_callers_gets_its_own_answer() -> None:
-    with connected(echo) as (_, connection), ThreadPoolExecutor(8) as pool:
-        bodies = [b"%d" % i for i in range(400)]
-        assert list(pool.map(lambda body: connection.call(ECHO, body).body, bodies)) == bodies
-
-
-def test_answers_may_come_in_any_order() -> None:
-    held = threading.Event()
-
-    def answer(line: int, frame: Frame) -> Frame | None:
-        return None if frame.body == b"never" else Frame(0, body=frame.body)
-
-    with connected(answer) as (script, connection):
-        connection.park(ECHO, lambda answer: held.set(), b"never")
-        assert connection.call(ECHO, b"a").body == b"a"
-        until(lambda: len(script.requests) == 2)
-        assert not held.is_set()
-
-
-def test_thread_that_has_its_answer_lets_another_one_read() -> None:
-    both = threading.Barrier(2)
-
-    def answer(line: int, frame: Frame) -> Frame:
-        if frame.body == b"first":
-            both.wait(20)
-        return echo(line, frame)
-
-    with connected(answer) as (script, connection), ThreadPoolExecutor(2) as pool:
-        for number in range(1, 40, 2):
-            calls = [pool.submit(connection.call, ECHO, b"first")]
-            until(lambda number=number: len(script.requests) == number)
-            calls.append(pool.submit(connection.call, ECHO, b"second"))
-            until(lambda: len(connection.line.waiting) == 2)  # type: ignore[union-attr]
-            both.wait(20)
-            assert [call.result(20).body for call in calls] == [b"first", b"second"]
-
-
 def test_withdrawn_call_is_not_called_back() -> None:
     found: list[object] = []
     with connected(lambda line, frame: None if frame.body else Frame(0)) as (_, connection):
@@ -141,26 +109,12 @@ def test_withdrawn_call_is_not_called_back() -> None:
         assert found == []
 
 
-@pytest.mark.parametrize("parked", [False, True])
-def test_call_that_may_be_repeated_is_sent_again(parked: bool) -> None:
+def test_parked_call_is_sent_again() -> None:
     found: list[bytes] = []
     with connected(lost_at_first) as (script, connection):
-        if parked:
-            connection.park(ECHO, lambda answer: found.append(answer.body if answer else b""), b"a")
-            until(lambda: bool(found))
-        else:
-            found.append(connection.call(ECHO, b"a", repeat=True).body)
-        assert found == [b"a"]
+        connection.park(ECHO, lambda answer: found.append(answer.body if answer else b""), b"a")
+        until(lambda: found == [b"a"])
         assert len(script.requests) == 2
-
-
-def test_call_that_may_not_be_repeated_says_that_it_was_sent() -> None:
-    with connected(lost_at_first) as (script, connection):
-        with pytest.raises(ConnectionLostError) as caught:
-            connection.call(ECHO, b"a")
-        assert caught.value.sent
-        assert connection.call(ECHO, b"b").body == b"b"  # on the next line
-        assert [request.body for request in script.requests] == [b"a", b"b"]
 
 
 def test_call_that_loses_every_line_is_given_up() -> None:
@@ -173,23 +127,9 @@ def test_call_that_loses_every_line_is_given_up() -> None:
 
 
 def test_garbage_ends_the_line_and_not_the_process() -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def serve() -> None:
-        sock, _ = listener.accept()
-        sock.recv(1 << 16)
-        sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        sock.recv(1)
-        sock.close()
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    connection = Connection(address_of(listener), timeout_s=5)
-    with pytest.raises(ConnectionLostError):
+    garbage = b"HTTP/1.1 400 Bad Request\r\n\r\n"
+    with connected(lambda line, frame: garbage) as (_, connection), pytest.raises(ConnectionLostError):
         connection.call(ECHO)
-    connection.close()
-    thread.join(20)
-    listener.close()
 
 
 def test_silent_server_is_found_by_a_ping() -> None:
@@ -222,7 +162,6 @@ def test_slow_answer_is_awaited_while_pings_are_answered() -> None:
 
 
 def test_server_that_is_gone_is_reported_to_all_who_wait() -> None:
-    found: list[object] = []
     with connected(echo, timeout_s=0.3) as (script, connection):
         connection.call(ECHO)
         script.close()
@@ -232,14 +171,6 @@ def test_server_that_is_gone_is_reported_to_all_who_wait() -> None:
             errors = [call.exception(20) for call in calls]
         assert [type(error) for error in errors] == [ConnectionLostError] * 4
         assert not any(getattr(error, "sent", True) for error in errors)
-    assert found == []
-
-
-def test_closed_connection_refuses_calls_at_once() -> None:
-    with connected(echo) as (_, connection):
-        connection.close()
-        with pytest.raises(StoreClosedError):
-            connection.call(ECHO, repeat=True)
 
 
 @pytest.mark.parametrize("text", ["host", "host:", ":1", "host:x", "host:0", "host:70000", "host:²"])
@@ -259,7 +190,7 @@ def behind(tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-def store(serving: Serving) -> Iterator[Store]:
+def store(serving: ServerThread) -> Iterator[Store]:
     with mqstore.connect(serving.address) as store:
         yield store
 
@@ -281,7 +212,7 @@ def test_no_server_is_an_error_at_once(tmp_path: Path) -> None:
         mqstore.connect(tmp_path)
 
 
-def test_idle_connection_with_a_high_descriptor_is_kept(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connection_with_a_high_descriptor_is_kept(serving: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call after a pause looks whether the server is there. It took each such connection for a lost one."""
     monkeypatch.setattr("mqstore.remote.line._STALE_S", 0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -299,13 +230,13 @@ def test_idle_connection_with_a_high_descriptor_is_kept(serving: Serving, monkey
             assert store.broker._connection.line is line
 
 
-def test_directory_of_a_server_is_an_address(behind: Store, serving: Serving) -> None:
+def test_directory_of_a_server_is_an_address(behind: Store, serving: ServerThread) -> None:
     with mqstore.connect(behind.path) as store:
         receipt = store.put("t", b"a")
     assert [message.body for message in behind.read(*receipt.queue, 0)] == [b"a"]
 
 
-def test_client_of_another_protocol_is_refused(serving: Serving) -> None:
+def test_client_of_another_protocol_is_refused(serving: ServerThread) -> None:
     connection = Connection(serving.address)
     hello = CALLS["session.hello"]
     answer = connection.call(hello.code, hello.request({"protocol": 2, "client": "c"}))
@@ -361,7 +292,7 @@ def test_members_return_with_the_connection(store: Any, behind: Store) -> None:
     assert behind.broker.members.members("g") == []
 
 
-def test_end_of_a_connection_ends_members_locks_and_waits(serving: Serving, behind: Store) -> None:
+def test_end_of_a_connection_ends_members_locks_and_waits(serving: ServerThread, behind: Store) -> None:
     queue = mqstore.QueueRef("t", 0)
     with mqstore.connect(serving.address) as store:
         store.create_topic("t")
@@ -386,17 +317,16 @@ def test_a_second_connection_of_a_process_ends_its_first(store: Any, behind: Sto
 
 
 @pytest.fixture
-def clocked(tmp_path: Path) -> Iterator[tuple[Store, Any, Serving]]:
+def clocked(tmp_path: Path) -> Iterator[tuple[Store, Any, ServerThread]]:
     """A store whose time stands still, so that nothing happens by itself; the store of its client; and its server."""
     config = mqstore.StoreConfig(clock=mqstore.SimulatedClock())
     with mqstore.open(tmp_path / "clocked", config=config) as behind:
-        serving = Serving(behind.broker)
+        serving = behind.serve("127.0.0.1:0")
         with mqstore.connect(serving.address) as store:
             yield behind, store, serving
-        serving.close()
 
 
-def test_wait_withdrawn_after_its_answer_passes_its_turn(clocked: tuple[Store, Any, Serving]) -> None:
+def test_wait_withdrawn_after_its_answer_passes_its_turn(clocked: tuple[Store, Any, ServerThread]) -> None:
     """The answer was on its way when the client withdrew the wait, and the message waited with everybody else."""
     behind, store, _ = clocked
     store.create_topic("t")
@@ -425,19 +355,18 @@ def test_restart_of_the_server_ends_no_lease(tmp_path: Path) -> None:
     """Its receivers are other processes, which still work."""
     with mqstore.open(tmp_path) as behind:
         behind.put("t", b"a")
-        serving = Serving(behind.broker)
+        serving = behind.serve("127.0.0.1:0")
         with mqstore.connect(serving.address) as store:
             [delivery] = store.broker.pop("g", "t", invisible=3600)
-        serving.close()
     with mqstore.open(tmp_path) as behind:
         assert behind.broker.pop("g", "t") == []
         behind.broker.ack("g", "t", [delivery.receipt])
 
 
-def test_check_counts_if_the_client_does_not_know(clocked: tuple[Store, Any, Serving]) -> None:
+def test_check_counts_if_the_client_does_not_know(clocked: tuple[Store, Any, ServerThread]) -> None:
     asked: list[bytes] = []
     behind, store, serving = clocked
-    unknown, transactions = serving.server.own._unknown, behind.broker.transactions
+    unknown, transactions = serving._server.own._unknown, behind.broker.transactions
     with store.producer(group="till", checker=lambda message: asked.append(message.body)):
         transactions.begin("t", b"a", producer_group="till")
         for _ in range(3):
@@ -449,31 +378,21 @@ def test_check_counts_if_the_client_does_not_know(clocked: tuple[Store, Any, Ser
     assert half.checks == 2  # the third answer is still with the server
 
 
-def test_close_ends_who_waits(serving: Serving) -> None:
-    store = mqstore.connect(serving.address)
+@pytest.mark.parametrize(("ends", "error"), [("client", StoreClosedError), ("server", ConnectionLostError)])
+def test_end_of_either_side_reaches_waiting_calls(behind: Store, ends: str, error: type[Exception]) -> None:
+    server = behind.serve("127.0.0.1:0")
+    store = mqstore.connect(server.address, timeout=0.5)
     queue = store.queue("jobs")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(queue.get)
         until(lambda: store.broker._connection.line.has_parked())  # type: ignore[attr-defined]
-        store.close()
-        with pytest.raises(StoreClosedError):
-            waiting.result(20)
-
-
-def test_server_gone_for_good_ends_who_waits(behind: Store) -> None:
-    serving = Serving(behind.broker)
-    store = mqstore.connect(serving.address, timeout=0.5)
-    queue = store.queue("jobs")
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(queue.get)
-        until(lambda: store.broker._connection.line.has_parked())  # type: ignore[attr-defined]
-        serving.close()
-        with pytest.raises(ConnectionLostError):
+        (store if ends == "client" else server).close()
+        with pytest.raises(error):
             waiting.result(30)
     store.close()
 
 
-def test_transaction_of_a_lost_process_is_decided_by_another(serving: Serving, behind: Store) -> None:
+def test_transaction_of_a_lost_process_is_decided_by_another(serving: ServerThread, behind: Store) -> None:
     asked: list[bytes] = []
 
     def check(message: Message) -> bool:
@@ -556,7 +475,7 @@ def test_forked_child_has_a_connection_of_its_own(store: Any, behind: Store) -> 
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no fork")
-def test_killed_client_frees_its_queues_at_once(serving: Serving, behind: Store) -> None:
+def test_killed_client_frees_its_queues_at_once(serving: ServerThread, behind: Store) -> None:
     behind.create_topic("t", queues=1)
 
     def work() -> None:

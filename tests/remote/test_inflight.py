@@ -29,8 +29,8 @@ from mqstore.remote.broker import RemoteBroker
 from mqstore.remote.messages import Put
 from mqstore.remoting.calls import error_body
 from mqstore.remoting.short import each_receipt, outcomes_answer
+from mqstore.serve.thread import ServerThread
 from mqstore.signalsafe import Future
-from tests.connecting import Serving
 from tests.interrupts import run_interrupted
 from tests.waiting import until
 
@@ -45,7 +45,7 @@ def behind(tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-def remote(serving: Serving) -> Iterator[RemoteBroker]:
+def remote(serving: ServerThread) -> Iterator[RemoteBroker]:
     broker = RemoteBroker(serving.address)
     yield broker
     broker.close()
@@ -61,8 +61,8 @@ def lose(remote: RemoteBroker) -> None:
     line._socket.shutdown(socket.SHUT_RDWR)
 
 
-def requests_of(serving: Serving) -> int:
-    return sum(count for code, count in serving.server.metrics.requests.items() if code in (31007, 31011))
+def requests_of(serving: ServerThread) -> int:
+    return sum(count for code, count in serving._server.metrics.requests.items() if code in (31007, 31011))
 
 
 # -- what travels -----------------------------------------------------------------------------------------------------
@@ -87,7 +87,9 @@ def test_outcomes_are_read_as_written(outcomes: list[Any], host: bytes, data: st
         each_receipt("t", data.draw(st.integers(0, 9)), fields, body[: data.draw(st.integers(0, len(body)))])
 
 
-def test_many_puts_are_few_requests_and_keep_their_order(remote: RemoteBroker, behind: Store, serving: Serving) -> None:
+def test_many_puts_are_few_requests_and_keep_their_order(
+    remote: RemoteBroker, behind: Store, serving: ServerThread
+) -> None:
     wanted: dict[int, list[bytes]] = {0: [], 1: []}
     futures = []
     for i in range(300):
@@ -126,18 +128,18 @@ def test_errors_of_a_frame_are_those_of_each_put(remote: RemoteBroker, behind: S
 
 
 def test_puts_to_a_flushing_store_wait_for_the_disk(tmp_path: Path) -> None:
-    with mqstore.open(tmp_path / "synced", durability="flush") as behind:
-        serving = Serving(behind.broker)
-        with mqstore.connect(serving.address) as store:
-            broker: Any = store.broker
-            futures = [broker.put_async("orders", b"%d" % i, queue_id=0) for i in range(20)]
-            assert [future.result().offset for future in futures] == list(range(20))
-            call = {"topic": "orders", "queueId": 0}  # a frame of many, from a client that does not ask
-            answer = broker._connection.call(31007, b"\0\0\0\1\0\0\0\1x", fields=call)
-            [receipt] = each_receipt("orders", 1, answer.fields, answer.body)
-            assert isinstance(receipt, SendReceipt)
-            assert receipt.offset == 20
-        serving.close()
+    with (
+        mqstore.open(tmp_path / "synced", durability="flush") as behind,
+        mqstore.connect(behind.serve("127.0.0.1:0").address) as store,
+    ):
+        broker: Any = store.broker
+        futures = [broker.put_async("orders", b"%d" % i, queue_id=0) for i in range(20)]
+        assert [future.result().offset for future in futures] == list(range(20))
+        call = {"topic": "orders", "queueId": 0}  # a frame of many, from a client that does not ask
+        answer = broker._connection.call(31007, b"\0\0\0\1\0\0\0\1x", fields=call)
+        [receipt] = each_receipt("orders", 1, answer.fields, answer.body)
+        assert isinstance(receipt, SendReceipt)
+        assert receipt.offset == 20
 
 
 # -- who waits --------------------------------------------------------------------------------------------------------
@@ -149,14 +151,14 @@ def test_puts_that_nobody_waits_for_are_stored(remote: RemoteBroker, behind: Sto
     until(lambda: all(future.done() for future in futures))
 
 
-def test_puts_are_sent_while_a_thread_waits_for_messages(remote: RemoteBroker, serving: Serving) -> None:
+def test_puts_are_sent_while_a_thread_waits_for_messages(remote: RemoteBroker, serving: ServerThread) -> None:
     """It reads the connection, and is not answered for long."""
     waiter = remote.add_waiter("orders", 1, 10, lambda worth: None, timeout=300)
     for _ in range(20):
         future = remote.put_async("orders", b"x", queue_id=0)
         until(future.done)
     assert remote.remove_waiter(waiter)
-    until(lambda: serving.server.parked == 0)
+    until(lambda: serving._server.parked == 0)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +247,7 @@ def test_put_with_a_key_is_stored_once_though_its_answer_is_lost(remote: RemoteB
 
 
 def test_puts_fail_when_there_is_no_server_any_more(behind: Store) -> None:
-    serving = Serving(behind.broker)
+    serving = behind.serve("127.0.0.1:0")
     remote = RemoteBroker(serving.address, timeout_s=0.3)
     remote.put("orders", b"x")
     serving.close()

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import subprocess
-import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mqstore import Store
 from mqstore.remoting.frames import ONE_WAY, RESPONSE, Frame, FrameReader, encode
-from mqstore.serve import Limits, Server
-from tests.tools.support import process
+from tests.tools.support import running
 
-SEND, PULL, LITE_PULL, HEART_BEAT, ROUTE = 310, 11, 361, 34, 105
+SEND, PULL, LITE_PULL, HEART_BEAT, ROUTE, LOCK, UNLOCK = 310, 11, 361, 34, 105, 41, 42
 ORDERS: Mapping[str, Any] = {
     "a": "producers",
     "b": "orders",
@@ -49,31 +45,10 @@ PULL_ORDERS: Mapping[str, Any] = {
 
 
 @contextmanager
-def serving(store: Store, **options: Any) -> Iterator[tuple[str, int]]:
-    """Serve an open store in a thread. Yield its address."""
-    loop = asyncio.new_event_loop()
-    ready: Future[str] = Future()
-    stop = asyncio.Event()
-
-    async def main() -> None:
-        try:
-            async with Server(store.broker, **{"listen": [("127.0.0.1", 0)], **options}) as server:
-                ready.set_result(server.endpoints[0])
-                await stop.wait()
-        except Exception as error:
-            if ready.done():
-                raise
-            ready.set_exception(error)
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(main()))
-    thread.start()
-    try:
-        yield address(ready.result(20))
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(20)
-        assert not thread.is_alive()
-        loop.close()
+def serving(store: Store, listen: str | list[str] = "127.0.0.1:0", **options: Any) -> Iterator[tuple[str, int]]:
+    """Serve an open store in a thread. Yield its first address."""
+    with store.serve(listen, **options) as server:
+        yield address(server.address)
 
 
 def resident_bytes() -> int:
@@ -103,15 +78,10 @@ def started(*args: object) -> Iterator[tuple[subprocess.Popen[bytes], tuple[str,
 @contextmanager
 def started_line(*args: object, **options: Any) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """Start the command. Yield it and its ready line."""
-    server = process("serve", *args, **options)
-    try:
-        assert server.stdout is not None
+    with running("serve", *args, **options) as server:
         line = server.stdout.readline().decode()
         assert line.startswith("ready remoting="), server.communicate()
         yield server, line
-    finally:
-        server.kill()
-        server.communicate()
 
 
 class Client:
@@ -190,21 +160,13 @@ class Client:
         consumer = {"groupName": group, "messageModel": "CLUSTERING", "subscriptionDataSet": topics}
         return self.ask(HEART_BEAT, body=json.dumps({"clientID": client_id, "consumerDataSet": [consumer]}).encode())
 
+    def lock(self, client_id: str, *queue_ids: int, group: str = "billing") -> list[int]:
+        """Lock queues of `orders` for a client. Return the ids of those that it has."""
+        answer = self.ask(LOCK, body=queues_of(group, client_id, *queue_ids))
+        return [each["queueId"] for each in json.loads(answer.body)["lockOKMQSet"]]
 
-__all__ = [
-    "HEART_BEAT",
-    "LITE_PULL",
-    "ORDERS",
-    "PULL",
-    "PULL_ORDERS",
-    "ROUTE",
-    "SEND",
-    "Client",
-    "Limits",
-    "address",
-    "notice",
-    "resident_bytes",
-    "serving",
-    "started",
-    "started_line",
-]
+
+def queues_of(group: str, client_id: str, *queue_ids: int) -> bytes:
+    """Return the body of a request that locks or unlocks queues of `orders`."""
+    queues = [{"topic": "orders", "brokerName": "mqstore", "queueId": each} for each in queue_ids]
+    return json.dumps({"consumerGroup": group, "clientId": client_id, "mqSet": queues}).encode()

@@ -16,9 +16,9 @@ from mqstore import Store, StoreConfig
 from mqstore.engine import SimulatedClock
 from mqstore.errors import NotPermittedError, SubscriptionConflictError
 from mqstore.layout.record import decode_record
-from tests.serve.support import HEART_BEAT, ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, Client, serving
+from tests.serve.support import HEART_BEAT, ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, UNLOCK, Client, queues_of, serving
 
-LOCK, REPLY, RECALL = 41, 325, 370
+REPLY, RECALL = 325, 370
 
 
 def members(client: Client) -> list[str]:
@@ -59,7 +59,7 @@ def test_client_and_own_consumer_share_the_queues(client: Client, store: Store, 
         assert here.acquire(timeout=20)
         assert here.acquire(timeout=20)
         client.heartbeat("c2", **PUSH)  # it comes back for them
-        while lock(client, "c2", queue_id=2) == []:
+        while client.lock("c2", 2) == []:
             client.notice()
     assert sorted(seen) == ["0", "1", "2", "3"]
     assert set(seen[:2]) == {"0", "1"}
@@ -111,16 +111,14 @@ def test_group_that_may_not_broadcast_does_not(client: Client, store: Store) -> 
 
 def test_release_of_a_queue_is_a_notice(address: tuple[str, int], client: Client) -> None:
     """A 4.x client would ask again only 20 s later."""
-    queue = {"topic": "orders", "brokerName": "mqstore", "queueId": 0}
     with Client(address) as other:
         other.heartbeat("c2")
         client.heartbeat("c1")
-        body = json.dumps({"consumerGroup": "billing", "clientId": "c2", "mqSet": [queue]}).encode()
-        other.ask(LOCK, body=body)
+        other.lock("c2", 0)
         client.notice()
         client.ask(38, {"consumerGroup": "billing"})
         assert client.notices == []
-        other.ask(42, body=body)
+        other.ask(UNLOCK, body=queues_of("billing", "c2", 0))
         assert client.notice().code == 40
 
 
@@ -136,12 +134,6 @@ def test_resend_beside_own_consumers_is_a_retry(client: Client, store: Store) ->
     assert [letter.body for letter in store.dead_letters("billing")] == []
 
 
-def lock(client: Client, client_id: str, group: str = "billing", queue_id: int = 0) -> list[int]:
-    queue = {"topic": "orders", "brokerName": "mqstore", "queueId": queue_id}
-    body = json.dumps({"consumerGroup": group, "clientId": client_id, "mqSet": [queue]}).encode()
-    return [each["queueId"] for each in json.loads(client.ask(LOCK, body=body).body)["lockOKMQSet"]]
-
-
 def test_after_a_kill_only_the_clients_that_held_locks_get_them(tmp_path: Path) -> None:
     """Such a client works on its messages for up to 30 s, although the server has forgotten its locks."""
     killed, saved = tmp_path / "killed", tmp_path / "mq" / "config" / "locks.json"
@@ -149,18 +141,18 @@ def test_after_a_kill_only_the_clients_that_held_locks_get_them(tmp_path: Path) 
         store.create_topic("orders")
         for client_id in ("c1", "c2"):
             client.heartbeat(client_id)
-        assert lock(client, "c1") == [0]
+        assert client.lock("c1", 0) == [0]
         while not saved.exists() or "c1" not in saved.read_text():
             client.ask(38, {"consumerGroup": "billing"})
         shutil.copytree(tmp_path / "mq", killed, ignore=shutil.ignore_patterns("lock", "*.sock"))
     clock = SimulatedClock()
     config = StoreConfig(clock=clock)
     with mqstore.open(killed, config=config) as store, serving(store) as address, Client(address) as client:
-        assert [lock(client, "c2"), lock(client, "c1"), lock(client, "c2", "others")] == [[], [0], [0]]
+        assert [client.lock("c2", 0), client.lock("c1", 0), client.lock("c2", 0, group="others")] == [[], [0], [0]]
         clock.advance(60_001)
-        assert lock(client, "c2") == [0]
+        assert client.lock("c2", 0) == [0]
     with mqstore.open(killed) as store, serving(store) as address, Client(address) as client:
-        assert lock(client, "c3") == [0]  # it was closed
+        assert client.lock("c3", 0) == [0]  # it was closed
 
 
 # -- replies and recalls ----------------------------------------------------------------------------------------------

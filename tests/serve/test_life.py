@@ -30,7 +30,6 @@ from tests.serve.support import (
     notice,
     serving,
     started,
-    started_line,
 )
 from tests.tools.support import environment, process
 
@@ -155,19 +154,6 @@ def test_supervised_server_that_cannot_start_is_not_started_again(tmp_path: Path
 
 
 # -- an idle end ------------------------------------------------------------------------------------------------------
-
-
-def test_server_without_clients_ends(tmp_path: Path) -> None:
-    path = tmp_path / "mq" / "serve.sock"
-    with started_line(tmp_path / "mq", "--linger", "0.3") as (server, line):
-        assert line == f"ready remoting= unix={path}\n"
-        with Client(path) as client:
-            time.sleep(0.7)
-            assert client.ask(SEND, ORDERS, b"hello").code == 0  # a client that does nothing is one, too
-        assert server.wait(20) == 0
-        assert not path.exists()
-    with mqstore.open(tmp_path / "mq") as store:
-        assert store.recovery.clean_shutdown
 
 
 def test_client_that_comes_at_the_last_moment_is_served(store: Store) -> None:

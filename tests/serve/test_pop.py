@@ -16,8 +16,8 @@ from mqstore import Store, StoreConfig
 from mqstore.engine import SimulatedClock
 from mqstore.layout.record import Record, decode_record
 from mqstore.remoting.frames import Frame
-from mqstore.serve import Server
-from tests.serve.support import ORDERS, ROUTE, SEND, Client, Limits, serving, started
+from mqstore.serve import Limits, Server
+from tests.serve.support import ORDERS, ROUTE, SEND, Client, serving, started
 
 POP, ACK, PEEK, CHANGE, NOTIFY, POLLING, BATCH_ACK = 200050, 200051, 200052, 200053, 200054, 200055, 200151
 QUERY_ASSIGNMENT, SET_MODE = 400, 401
@@ -455,7 +455,7 @@ def test_request_modes_are_kept_in_rocketmq_s_file(client: Client, store: Store)
     file = store.path / "config" / "messageRequestMode.json"
     entry = {"topic": "orders", "consumerGroup": "billing", "mode": "POP", "popShareQueueNum": 2}
     assert json.loads(file.read_text()) == {"messageRequestModeMap": {"orders": {"billing": entry}}}
-    with serving(store) as address, Client(address) as other:  # loaded again
+    with serving(store, unix=store.path / "other.sock") as address, Client(address) as other:  # loaded again
         for member in ("c0", "c1"):
             other.heartbeat(member)
         assert assignments(other, "c0") == [("POP", queue) for queue in range(4)]

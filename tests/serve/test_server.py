@@ -14,20 +14,13 @@ import mqstore
 from mqstore import Store, StoreConfig
 from mqstore.engine import SimulatedClock
 from mqstore.layout.record import decode_record
-from tests.serve.support import LITE_PULL, ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, Client, serving
-
-LOCK, UNLOCK = 41, 42
+from tests.serve.support import LITE_PULL, ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, UNLOCK, Client, queues_of, serving
 
 
 @pytest.fixture
 def store(mq_store: Store) -> Store:
     """Without a topic."""
     return mq_store
-
-
-def locks(group: str, client_id: str, *queues: int) -> bytes:
-    wanted = [{"topic": "orders", "brokerName": "mqstore", "queueId": queue} for queue in queues]
-    return json.dumps({"consumerGroup": group, "clientId": client_id, "mqSet": wanted}).encode()
 
 
 # -- routes -----------------------------------------------------------------------------------------------------------
@@ -266,15 +259,11 @@ def test_locks_of_a_client_that_is_gone_are_free(address: tuple[str, int]) -> No
         other.heartbeat("c2")
         with Client(address) as client:
             client.heartbeat("c1")
-            locked = json.loads(client.ask(LOCK, body=locks("billing", "c1", 0, 1)).body)["lockOKMQSet"]
-            assert [queue["queueId"] for queue in locked] == [0, 1]
-            refused = json.loads(other.ask(LOCK, body=locks("billing", "c2", 1, 2)).body)["lockOKMQSet"]
-            assert [queue["queueId"] for queue in refused] == [2]
-            client.ask(UNLOCK, body=locks("billing", "c1", 0))
-        while len(locked) < 3:  # the connection is closed: the others divide its queues
+            assert client.lock("c1", 0, 1) == [0, 1]
+            assert other.lock("c2", 1, 2) == [2]
+            client.ask(UNLOCK, body=queues_of("billing", "c1", 0))
+        while other.lock("c2", 0, 1, 2) != [0, 1, 2]:  # the connection is closed: the others divide its queues
             other.notice()
-            locked = json.loads(other.ask(LOCK, body=locks("billing", "c2", 0, 1, 2)).body)["lockOKMQSet"]
-        assert [queue["queueId"] for queue in locked] == [0, 1, 2]
 
 
 def test_offsets_of_groups_and_queues(client: Client, store: Store) -> None:
@@ -319,7 +308,7 @@ def test_resend_of_a_consumer_is_a_retry_or_a_dead_letter(
 ) -> None:
     client.heartbeat("c1")
     if ordered:
-        client.ask(LOCK, body=locks("billing", "c1", 0))
+        client.lock("c1", 0)
     resend = ORDERS | {"b": "%RETRY%billing", "j": times, "l": 16, "i": "DELAY\x011\x02"}
     assert client.ask(SEND, resend, b"bad").code == 0
     if topic == "%RETRY%billing":

@@ -36,7 +36,6 @@ from mqstore.remoting.short import (
     receipts_bytes,
     receipts_of,
 )
-from tests.connecting import Serving
 
 _I64, _I32 = st.integers(0, (1 << 63) - 1), st.integers(0, (1 << 31) - 1)
 _HOST = st.sampled_from([b"\x7f\0\0\1\0\0\0\0", bytes(20)])
@@ -103,12 +102,11 @@ def store(mq_store: Store) -> Store:
 
 @pytest.fixture
 def remote(store: Store) -> Iterator[RemoteBroker]:
-    serving = Serving(store.broker)
+    serving = store.serve("127.0.0.1:0")
     broker = RemoteBroker(serving.address)
-    broker.server = serving.server  # type: ignore[attr-defined]
+    broker.server = serving._server  # type: ignore[attr-defined]
     yield broker
     broker.close()
-    serving.close()
 
 
 def codes_of(remote: RemoteBroker, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:

@@ -9,6 +9,8 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,16 @@ def mqstore_json(*arguments: object, exit_code: int = 0) -> Any:
     return value
 
 
+def listed(path: Path) -> list[Any]:
+    """Return all that commands of administration may change."""
+    return [mqstore_json(*what.split(), path) for what in ("topics list --system", "groups", "offsets", "dlq")]
+
+
+def json_lines(text: str) -> list[dict[str, Any]]:
+    """Return the values of lines that are each an object."""
+    return [json.loads(line) for line in text.splitlines()]
+
+
 def environment() -> dict[str, str]:
     """Return the variables of a process that imports the library and the command. Its output is buffered, as it is for
     everybody, also where the tests' own is not."""
@@ -58,6 +70,16 @@ def process(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
     )
+
+
+@contextmanager
+def running(*arguments: object, **options: Any) -> Iterator[Any]:
+    """Such a process, which ends with the block at the latest."""
+    with process(*arguments, **options) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
 
 
 def seen_on_a_terminal(*arguments: object) -> tuple[int, str, str]:

@@ -23,7 +23,3 @@ def test_every_test_is_run_and_nothing_stays(tmp_path: Path) -> None:
     assert all(r["per_second"] > 0 for r in found["results"])
     assert "put_many of 1000" in mqstore("bench", *SMALL, "--directory", tmp_path, exit_code=0).stdout
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_directory_that_is_not_there_is_wrong_usage(tmp_path: Path) -> None:
-    assert mqstore("bench", "--directory", tmp_path / "nonesuch").exit_code == 2

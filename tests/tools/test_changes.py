@@ -12,7 +12,7 @@ import pytest
 
 from tests.log.support import open_store
 from tests.tools.brokers import filled
-from tests.tools.support import mqstore, mqstore_json, snapshot
+from tests.tools.support import listed, mqstore, snapshot
 
 CHANGES: dict[str, tuple[str, ...]] = {
     "topics create": ("payments", "--queues", "2"),
@@ -76,11 +76,6 @@ REFUSED = {
     "dlq replay --group audit --to 'a b'": "letters",
 }
 """Changes that cannot be made -> why."""
-
-
-def listed(path: Path) -> list[Any]:
-    """All that those commands may change."""
-    return [mqstore_json(*what.split(), path) for what in ("topics list --system", "groups", "offsets", "dlq")]
 
 
 @pytest.fixture(scope="module")

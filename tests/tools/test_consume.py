@@ -11,14 +11,13 @@ import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import mqstore as library
 from tests.log.support import kill
 from tests.tools.brokers import behind
-from tests.tools.support import mqstore, mqstore_json, process, seen_on_a_terminal, snapshot
+from tests.tools.support import mqstore, mqstore_json, running, seen_on_a_terminal, snapshot
 from tests.waiting import until
 
 LIMIT_S = 60
@@ -170,28 +169,21 @@ def test_unread_output_is_not_done(path: Path, read: int) -> None:
     with library.open(path) as opened:
         opened.create_topic("orders", queues=1)
         opened.put_many("orders", [b"%d" % i * 200_000 for i in range(4)])  # none of which fits into a pipe
-    child = process("consume", path, "orders", "--group", "g", "--body-bytes", 200_000)
-    assert child.stdout is not None
-    assert child.stderr is not None
-    try:
+    with running("consume", path, "orders", "--group", "g", "--body-bytes", 200_000) as child:
         for _ in range(2 * read):
             child.stdout.readline()
         child.stdout.close()
         assert child.wait(LIMIT_S) == 141
-        child.stderr.close()
-    finally:
-        child.kill()
 
     assert left(path) == 4 - read
     assert [body[0] for body in taken(path)] == [str(i) for i in range(read, 4)]
 
 
 def test_buffered_output_is_not_done(store: Path) -> None:
-    child = process("consume", store, "orders", "--group", "g", "--idle-exit", 0, stderr=subprocess.DEVNULL)
-    assert child.stdout is not None
-    child.stdout.close()
+    with running("consume", store, "orders", "--group", "g", "--idle-exit", 0) as child:
+        child.stdout.close()
+        assert child.wait(LIMIT_S) == 141
 
-    assert child.wait(LIMIT_S) == 141
     assert left(store) == 10
 
 
@@ -423,9 +415,7 @@ def test_group_begins_at_its_creation_option(store: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_lets_what_runs_end_and_begins_nothing(store: Path, tmp_path: Path, number: int) -> None:
     command = script(tmp_path, f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)")
-    child = process("consume", store, "orders", "--group", "g", "--exec", command)
-    assert child.stderr is not None
-    try:
+    with running("consume", store, "orders", "--group", "g", "--exec", command) as child:
         until(lambda: ran(tmp_path))
         child.send_signal(number)
         said = b""
@@ -433,8 +423,6 @@ def test_a_signal_lets_what_runs_end_and_begins_nothing(store: Path, tmp_path: P
             said += child.stderr.readline()
         (tmp_path / "go").touch()
         _, error = child.communicate(timeout=LIMIT_S)
-    finally:
-        child.kill()
 
     assert child.returncode == 0, error
     assert b"1 messages in " in error
@@ -443,9 +431,8 @@ def test_a_signal_lets_what_runs_end_and_begins_nothing(store: Path, tmp_path: P
 
 
 def test_a_second_signal_kills_what_runs_and_that_is_no_attempt(store: Path, tmp_path: Path) -> None:
-    child = process("consume", store, "orders", "--group", "g", "--exec", script(tmp_path, "time.sleep(600)"))
-    assert child.stderr is not None
-    try:
+    command = script(tmp_path, "time.sleep(600)")
+    with running("consume", store, "orders", "--group", "g", "--exec", command) as child:
         until(lambda: ran(tmp_path))
         child.send_signal(signal.SIGINT)
         said = b""
@@ -453,8 +440,6 @@ def test_a_second_signal_kills_what_runs_and_that_is_no_attempt(store: Path, tmp
             said += child.stderr.readline()
         child.send_signal(signal.SIGINT)
         _, error = child.communicate(timeout=LIMIT_S)
-    finally:
-        child.kill()
 
     assert child.returncode == 0, error
     assert b"1 not settled, to be redelivered; 10 left (stopped by signal)" in error
@@ -470,9 +455,7 @@ def test_a_second_signal_kills_what_runs_and_that_is_no_attempt(store: Path, tmp
 def test_a_third_signal_ends_it_though_nobody_reads_the_output(path: Path) -> None:
     with library.open(path) as opened:
         opened.put("orders", b"x" * 200_000)
-    child = process("consume", path, "orders", "--group", "g", "--body-bytes", 200_000)
-    assert child.stdout is not None
-    try:
+    with running("consume", path, "orders", "--group", "g", "--body-bytes", 200_000) as child:
         child.stdout.readline()
         presses = 0
         while child.poll() is None:
@@ -481,9 +464,6 @@ def test_a_third_signal_ends_it_though_nobody_reads_the_output(path: Path) -> No
             child.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(0.3)
-        child.communicate()
-    finally:
-        child.kill()
 
     assert child.returncode == -signal.SIGINT
     assert presses >= 3
@@ -491,15 +471,11 @@ def test_a_third_signal_ends_it_though_nobody_reads_the_output(path: Path) -> No
 
 
 def test_an_idle_consumer_ends_by_a_signal_at_once(store: Path) -> None:
-    child = process("consume", store, "orders", "--group", "g", "--format", "jsonl")
-    assert child.stdout is not None
-    try:
+    with running("consume", store, "orders", "--group", "g", "--format", "jsonl") as child:
         for _ in range(10):
             child.stdout.readline()
         child.send_signal(signal.SIGTERM)
         rest, error = child.communicate(timeout=LIMIT_S)
-    finally:
-        child.kill()
 
     assert (child.returncode, rest) == (0, b""), error
     assert left(store) == 0
@@ -516,35 +492,6 @@ def test_a_command_that_cannot_be_started_ends_the_run_and_fails_nothing(store: 
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--shell",),
-        ("--exec-timeout", 2),
-        ("--reject-code", 2),
-        ("--exec", "true", "--format", "jsonl"),
-        ("--exec", "no-such-command-there"),
-        ("--exec", "'unbalanced"),
-        ("--exec", ""),
-        ("--tags", "a", "--sql", "a > 1"),
-        ("--sql", "a >"),
-        ("--from", "yesterday"),
-        ("--idle-exit", -1),
-        ("--idle-exit", "nan"),
-        ("--retry-delay", "1e300"),
-        ("--exec", "true", "--exec-timeout", "nan"),
-        ("--exec", "true", "--exec-timeout", 3_000_000),
-        ("no/topic",),
-    ],
-    ids=lambda options: " ".join(map(str, options)),
-)
-def test_senseless_options_are_wrong_usage(store: Path, options: tuple[Any, ...]) -> None:
-    mqstore("consume", store, "orders", "--group", "g", *options, exit_code=2)
-
-    with pytest.raises(library.errors.GroupNotFoundError):
-        left(store)
 
 
 def test_filter_error_is_located(store: Path) -> None:

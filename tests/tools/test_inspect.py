@@ -131,18 +131,26 @@ def test_an_unreadable_config_file_is_a_problem_and_hides_nothing_else(golden: G
     assert len(found["topics"]) > 5
 
 
-def test_a_hostile_config_reaches_the_screen_escaped(golden: Golden) -> None:
-    path = golden("clean").path
-    (path / "config").mkdir()
-    evil = "g\x1b]0;title\x07\u202e\x9b2J"
-    (path / "config" / "consumerOffset.json").write_text(
-        json.dumps({"offsetTable": {f"orders@{evil}": {"0": 1}, f"{evil}@a@b": {}}})
-    )
+def test_hostile_names_reach_the_screen_escaped(tmp_path: Path) -> None:
+    """`mqstore` checks every character of each command."""
+    path, evil = tmp_path / "s", "g\x1b]0;title\x07\u202e\x9b2J"
+    with open_store(path) as store:
+        store.append("orders", 0, os.fsencode(evil), properties={"TAGS": evil, "KEYS": evil, evil: evil})
+    (path / "consumequeue" / evil).mkdir()
+    (path / "config").mkdir(exist_ok=True)
+    (path / "config" / f"{evil}.json").write_bytes(b"\x1b")
+    offsets = {"offsetTable": {f"orders@{evil}": {"0": 1}, f"{evil}@a@b": {}}}
+    (path / "config" / "consumerOffset.json").write_text(json.dumps(offsets))
+    topics = {"topicConfigTable": {evil: {"topicName": "x", "readQueueNums": 1}, "orders": {"topicName": "orders"}}}
+    (path / "config" / "topics.json").write_text(json.dumps(topics))
 
-    shown = mqstore("inspect", path)  # which checks the screen
+    shown = {name: mqstore(*words) for name, words in looking(path, tmp_path / "copy").items()}
 
-    assert "g\\x1b]0;title\\x07\\u202e\\x9b2J" in shown.stdout
+    escaped = "g\\x1b]0;title\\x07\\u202e\\x9b2J"
+    assert (escaped in mqstore("inspect", path).stdout, escaped in shown["verify"].stdout) == (True, True)
+    assert (shown["topics list"].exit_code, "orders" in shown["topics list"].stdout) == (0, True)
     assert mqstore_json("inspect", path, exit_code=1)["consumer_offsets"] == {evil: {"orders": {"0": 1}}}
+    assert f"consumequeue/{evil}" in {each["file"] for each in mqstore_json("verify", path, exit_code=1)["findings"]}
 
 
 def test_records_that_no_queue_knows_are_counted(tmp_path: Path) -> None:
@@ -204,34 +212,21 @@ def test_other_folder_exits_with_3(tmp_path: Path, command: str) -> None:
 
 
 def damage(path: Path, rng: random.Random) -> str:
-    """Do one bad thing to a file of the store; what it was."""
-    files = sorted(p for p in path.rglob("*") if p.is_file() and p.name != "lock")
-    victim = rng.choice(files)
-    size = victim.stat().st_size
-    kind = rng.choice(["delete", "cut", "grow", "flip", "garbage", "zeros", "folder"])
+    """Spoil the content of a file of the store; how. Names that lead to other things are in tests/campaigns."""
+    victim = rng.choice(sorted(p for p in path.rglob("*") if p.is_file() and p.name != "lock"))
+    data = bytearray(victim.read_bytes())
+    at = rng.randrange(len(data) + 1)
+    kind = rng.choice(["cut", "grow", "flip", "garbage"])
     match kind:
-        case "delete":
-            victim.unlink()
         case "cut":
-            os.truncate(victim, rng.randrange(size + 1))
+            del data[at:]
         case "grow":
-            os.truncate(victim, size + rng.randrange(1, 5000))
+            data += bytes(rng.randrange(1, 5000))
         case "flip":
-            data = bytearray(victim.read_bytes() or b"\0")
-            for _ in range(rng.randrange(1, 50)):
-                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-            victim.write_bytes(data)
+            data[at : at + 1] = bytes(byte ^ 1 << rng.randrange(8) for byte in data[at : at + 1])
         case "garbage":
-            data = bytearray(victim.read_bytes())
-            at = rng.randrange(size + 1)
-            junk = rng.randbytes(rng.randrange(1, 3000))
-            data[at : at + len(junk)] = junk[: max(0, size - at)]
-            victim.write_bytes(data)
-        case "zeros":
-            victim.write_bytes(bytes(size))
-        case "folder":
-            victim.unlink()
-            victim.mkdir()
+            data[at : at + 3000] = rng.randbytes(len(data[at : at + 3000]))
+    victim.write_bytes(data)
     return f"{kind} {victim.relative_to(path)}"
 
 

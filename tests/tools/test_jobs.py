@@ -77,22 +77,6 @@ def test_lag_is_shown_and_its_limits_are_findings(store: Path) -> None:
     assert "over the limit: group billing: 11 messages" in shown.stderr
 
 
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (("lag", "--topic", "nope"), "no store has the topic 'nope'; existing:"),
-        (("lag", "--group", "nope"), "no store has the group 'nope'; existing:"),
-        (("dlq", "--group", "nope"), "no store has the group 'nope'; existing:"),
-        (("lag", "--max-age", "foo"), "'foo' is not a length of time, such as 36h"),
-    ],
-)
-def test_names_and_times_that_are_none_are_wrong_usage(store: Path, call: tuple[str, ...], says: str) -> None:
-    shown = mqstore(call[0], store, *call[1:])
-
-    assert (shown.exit_code, says in " ".join(shown.stderr.split())) == (2, True), shown.stderr
-    assert shown.stdout == ""
-
-
 def test_traffic_prints_what_the_library_reports(store: Path) -> None:
     call = ("traffic", store)
 
@@ -104,9 +88,6 @@ def test_traffic_prints_what_the_library_reports(store: Path) -> None:
     assert any(line[:2] == ["orders", "20"] for line in lines)
     assert any(line[:2] == ["all", "21"] for line in lines)
     assert mqstore(*call, "--topic", "orders", "--from", "10m").stderr == "no messages\n"
-    for more, text in ((("--interval", "fast"), "interval='fast'"), (("--by", "tag"), "by=")):
-        result = mqstore(*call, *more)
-        assert (result.exit_code, text in result.stderr) == (2, True)
 
 
 def test_traffic_reports_damage_alone(tmp_path: Path) -> None:
@@ -144,30 +125,3 @@ def test_an_export_to_a_folder_writes_it_once(store: Path, tmp_path: Path) -> No
     assert (again.exit_code, "exists and is not an empty folder" in again.stderr) == (2, True)
     assert (nothing.exit_code, "no messages; " in nothing.stderr) == (0, True)
     assert str(tmp_path / "all") in mqstore("export", store, "--to", tmp_path / "all", exit_code=0).stdout
-
-
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        (("--to", "out", "--queue-id", 1), "--queue-id does not go with --to"),
-        (("--to", "out", "--output", "x"), "--output does not go with --to"),
-        (("--to", "out", "--option", "nonsense"), "--option 'nonsense' is not NAME=VALUE"),
-        (
-            ("--to", "out", "--until", 4),
-            "4 is not a time (2026-01-31, 36h); for queue offsets use --option startingOff",
-        ),
-        (("--spark", "local[2]"), "--spark goes with --to"),
-        (("--columns", "body"), "--columns goes with --to"),
-        (("--to", "out", "--grep", "a"), "--grep does not go with --to"),
-        (("other",), "several stores need --to"),
-    ],
-)
-def test_options_of_an_export_that_do_not_go_together_are_wrong_usage(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[object, ...], says: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    result = mqstore("export", store, *more)
-
-    assert (result.exit_code, says in result.stderr, result.stdout) == (2, True, ""), result.stderr
-    assert [*tmp_path.iterdir()] == []

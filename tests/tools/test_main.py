@@ -80,15 +80,6 @@ def test_version_and_help_are_printed() -> None:
     assert all(f"\n  {name} " in help_text for name in cli.list_commands(click.Context(cli)))
 
 
-@pytest.mark.parametrize("number", ["nan", "inf"])
-def test_numbers_that_are_none_are_wrong_usage(tmp_path: Path, number: str) -> None:
-    """nan is in every range, as click sees it."""
-    result = mqstore("produce", tmp_path / "s", "orders", "--rate", number, stdin=b"x\n")
-
-    assert result.exit_code == 2
-    assert not (tmp_path / "s").exists()
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 @pytest.mark.parametrize("command", [("inspect",), ("verify",), ("produce", "orders", "--body", "x"), ("topics",)])
 def test_a_directory_that_may_not_be_read_is_no_wrong_usage(tmp_path: Path, command: tuple[str, ...]) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 
 import mqstore as library
 from mqstore import Producer
-from tests.tools.support import mqstore, mqstore_json, process, snapshot
+from tests.tools.support import mqstore, mqstore_json, running, snapshot
 from tests.waiting import until
 
 WAIT_S = 30
@@ -127,7 +126,6 @@ def test_delays(tmp_path: Path) -> None:
     waits = [int(m.system_properties["TIMER_DELIVER_MS"]) - m.store_timestamp_ms for m in timers]
     assert waits == [pytest.approx(wait, abs=900) for wait in (90_000, 12_250, 5_000)]
     assert level.queue.queue_id == 2
-    assert run(tmp_path / "s", "x\n", "--delay", "soon").exit_code == 2
 
 
 def test_export_and_produce_round_trip(tmp_path: Path) -> None:
@@ -270,47 +268,6 @@ def test_of_many_bad_lines_only_the_first_are_shown(tmp_path: Path) -> None:
     assert "30 bad lines were skipped" in result.stdout
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--tag", "a|b"],
-        ["--key", "a b"],
-        ["--message-group", "g" * 64],
-        ["--message-group", "g", "--delay", "5"],
-        ["--property", "novalue"],
-        ["--property", "TAGS=x"],
-        ["--key", "@id"],
-        ["--body-is-record"],
-        ["--exported", "--body-is-record"],
-        ["--exported", "--format", "csv"],
-        ["--queue-id", "4"],
-        ["--queue-id", "16384"],
-        ["--rate", "0"],
-        ["--delay", "-1"],
-        ["--format", "xml"],
-        ["--format", "file", "--key", "@id"],
-        ["--body", "x", "-"],
-        ["--body", "x", "--format", "csv"],
-        ["--body", "x", "--exported"],
-    ],
-    ids=" ".join,
-)
-def test_wrong_usage_is_no_line_s_fault_and_nothing_is_stored(tmp_path: Path, arguments: list[str]) -> None:
-    result = run(tmp_path / "s", "x\n", *arguments)
-
-    assert result.exit_code == 2, result.output
-    assert "line 1" not in result.stderr
-    if (tmp_path / "s").exists():
-        with library.open(tmp_path / "s", "r") as store:
-            assert store.topics() == []
-
-
-@pytest.mark.parametrize("topic", ["or/ders", "", "SCHEDULE_TOPIC_XXXX"])
-def test_forbidden_topic_is_refused(tmp_path: Path, topic: str) -> None:
-    assert mqstore("produce", tmp_path / "s", topic, stdin=b"x\n").exit_code == 2
-    assert not (tmp_path / "s").exists()
-
-
 def test_a_directory_that_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert mqstore("produce", tmp_path / "file", "orders", stdin=b"x\n").exit_code == 3
@@ -391,17 +348,6 @@ def test_the_rate_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert sleeps == [pytest.approx(2.0)] * 2
 
 
-@contextmanager
-def running(*arguments: object) -> Iterator[subprocess.Popen[bytes]]:
-    command = process("produce", *arguments, stdin=subprocess.PIPE)
-    try:
-        yield command
-    finally:
-        if command.poll() is None:
-            command.kill()
-            command.communicate()
-
-
 def follow(command: subprocess.Popen[bytes], path: Path, count: int) -> None:
     """Wait until so many messages are stored."""
 
@@ -424,8 +370,7 @@ def follow(command: subprocess.Popen[bytes], path: Path, count: int) -> None:
     ids=["lines", "rate", "csv"],
 )
 def test_lines_are_stored_before_waiting(tmp_path: Path, options: list[str], text: bytes, number: int) -> None:
-    with running(tmp_path / "s", "orders", *options) as command:
-        assert command.stdin is not None
+    with running("produce", tmp_path / "s", "orders", *options, stdin=subprocess.PIPE) as command:
         command.stdin.write(text)
         command.stdin.flush()
         follow(command, tmp_path / "s", 2)
@@ -441,8 +386,7 @@ def test_lines_are_stored_before_waiting(tmp_path: Path, options: list[str], tex
 
 
 def test_ctrl_c_ends_the_wait_for_the_next_second(tmp_path: Path) -> None:
-    with running(tmp_path / "s", "orders", "--rate", "0.001") as command:
-        assert command.stdin is not None
+    with running("produce", tmp_path / "s", "orders", "--rate", "0.001", stdin=subprocess.PIPE) as command:
         command.stdin.write(b"one\ntwo\nthree\n")
         command.stdin.flush()
         follow(command, tmp_path / "s", 1)

@@ -105,12 +105,3 @@ def test_a_set_keeps_the_stores_that_count(tmp_path: Path) -> None:
 def test_inspect_shows_staging(left_over: Path) -> None:
     assert json.loads(mqstore("inspect", left_over, "--json").stdout)["splice"]["staged"] == ["crashed-0", "running-0"]
     assert "2 folders in _staging/" in mqstore("inspect", left_over).stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"), [(("nowhere",), "nowhere is not a folder"), ((".", "--older-than", "soon"), "soon")]
-)
-def test_wrong_usage_is_reported(arguments: tuple[str, ...], says: str) -> None:
-    found = mqstore("spark", "clean", *arguments)
-
-    assert (found.exit_code, says in found.stderr) == (2, True)

@@ -297,8 +297,3 @@ def test_watched_lag_shows_an_error_until_the_store_is_back(path: Path) -> None:
         assert _end(pid) == 0
 
     assert "billing" in problem[problem.rindex("\x1b[H") :]
-
-
-def test_options_of_one_look_do_not_go_with_watch(store: Path) -> None:
-    for words, text in {"--watch --max-lag 3": "does not go with --watch", "--interval 3": "goes with --watch"}.items():
-        assert text in mqstore("lag", store, *words.split(), exit_code=2).stderr

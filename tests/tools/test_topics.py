@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -96,18 +95,6 @@ def test_no_order_info_of_a_deleted_topic_is_left(store: Path) -> None:
     mqstore("topics", "delete", store, "orders", "--force", "--yes")
 
     assert mqstore_json("inspect", store)["broker"]["order_info"] == []
-
-
-def test_hostile_names_reach_the_screen_escaped(store: Path) -> None:
-    file = store / "config" / "topics.json"
-    value = json.loads(file.read_text())
-    value["topicConfigTable"]["t\u202e\x9b2J"] = {"topicName": "x", "readQueueNums": 1}
-    file.write_text(json.dumps(value))
-
-    result = mqstore("topics", store)  # which checks the screen
-
-    assert result.exit_code == 0
-    assert "orders" in result.stdout
 
 
 def test_damaged_table_exits_with_3_and_a_remedy(store: Path) -> None:

@@ -71,21 +71,6 @@ def test_for_people_it_lists_and_sums_up(hundred: tuple[Path, list[SendReceipt]]
     assert "found: 1 x bad_checkpoint" in result.stdout
 
 
-def test_hostile_names_are_shown_escaped(tmp_path: Path) -> None:
-    """`mqstore` checks every character that would reach the screen."""
-    with open_store(tmp_path / "s") as store:
-        store.put("orders", b"hello")
-    (tmp_path / "s" / "consumequeue" / "evil\x1b]0;t\x07").mkdir()
-    (tmp_path / "s" / "config").mkdir()
-    (tmp_path / "s" / "config" / "x\x1b[2J.json").write_bytes(b"\x1b")
-
-    result = mqstore("verify", tmp_path / "s", exit_code=1)
-
-    assert "evil\\x1b]0;t\\x07" in result.stdout
-    found = mqstore_json("verify", tmp_path / "s", exit_code=1)
-    assert "consumequeue/evil\x1b]0;t\x07" in {f["file"] for f in found["findings"]}
-
-
 def test_beside_a_writer_it_finds_nothing(tmp_path: Path) -> None:
     with open_store(tmp_path / "s") as store:
         store.put_many("orders", [b"x"] * 1000)
