@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mqstore.errors import FormatError
 from mqstore.remoting import frames as module
 from mqstore.remoting.frames import FRAME_BYTES_MAX, HEADER_BYTES_MAX, ONE_WAY, RESPONSE, Frame, FrameReader, encode
-from mqstore.remoting.shapes import batch_items, properties_of
+from mqstore.remoting.shapes import batch_item, batch_items, properties_of
 from tests.without import compiled
 
 _LINES = (Path(__file__).parent.parent / "golden" / "remoting_frames.txt").read_text().splitlines()[1:]
@@ -222,11 +222,10 @@ def test_no_bytes_raise_another_error(noise: bytes, good: tuple[str, str], at: i
         list(reader)
 
 
-def test_batch_of_java_is_read() -> None:
-    assert [(flag, body, properties_of(text)) for flag, body, text in batch_items(JAVA["BATCH", "batch"])] == [
-        (3, b"one", {"KEYS": "k", "WAIT": "true", "TAGS": "A"}),
-        (0, b"two", {"WAIT": "true"}),
-    ]
+def test_batch_of_java_is_read_and_written() -> None:
+    found = [(flag, body, properties_of(text)) for flag, body, text in batch_items(JAVA["BATCH", "batch"])]
+    assert found == [(3, b"one", {"KEYS": "k", "WAIT": "true", "TAGS": "A"}), (0, b"two", {"WAIT": "true"})]
+    assert b"".join(batch_item(*each) for each in found) == JAVA["BATCH", "batch"]
 
 
 @given(st.integers(0, 83), st.binary(min_size=1, max_size=4))

@@ -143,7 +143,6 @@ class Run(Interceptor):
                 self.active_at = time.monotonic()
 
     def on_settle(self, message: Message, outcome: str, seconds: float) -> None:
-        """Count a settled message."""
         key = message.system_properties.get("ORIGIN_MESSAGE_ID", message.message_id)
         with self._lock:
             self.outcomes[outcome] += 1

@@ -20,9 +20,9 @@ from mqstore.serve import (
     Users,
     bind_all,
     inherited,
-    is_loopback,
     new_loop,
     parsed_address,
+    refuse_other_machines,
     tls_context,
     unix_path,
 )
@@ -92,12 +92,6 @@ _FILE: dict[str, Any] = {"type": click.Path(exists=True, dir_okay=False, path_ty
     is_flag=True,
     help="Keep the sockets in a parent process. It starts the server again when it is killed; clients wait meanwhile.",
 )
-@click.option(
-    "--linger",
-    type=click.FloatRange(min=0),
-    metavar="SECONDS",
-    help="End when no client has been connected for so long. Without --listen there is only the Unix socket.",
-)
 def serve(
     directory: Path,
     listen: tuple[tuple[str, int], ...],
@@ -111,7 +105,6 @@ def serve(
     max_connections: int,
     flush: bool,
     supervise: bool,
-    linger: float | None,
 ) -> None:
     """Serve DIR as the name server and broker of RocketMQ's clients, 4.x and 5.x, Java or Go.
 
@@ -124,16 +117,12 @@ def serve(
     """
     given = inherited()
     unix_given = any(each.family == socket.AF_UNIX for each in given)
-    if not listen and linger is None and len(given) == unix_given:
+    if not listen and len(given) == unix_given:
         listen = (("127.0.0.1", 9876),)
     hosts = [host for host, _ in listen] + [each.getsockname()[0] for each in given if each.family != socket.AF_UNIX]
     hosts += [] if metrics is None else [metrics[0]]
-    for host in hosts:
-        if auth is None and not insecure_bind and not is_loopback(host):
-            raise click.UsageError(
-                f"{host} can be reached from other machines, and clients need no password: listen on 127.0.0.1, or add "
-                "--auth FILE or --insecure-bind"
-            )
+    if auth is None and not insecure_bind:
+        refuse_other_machines(hosts, "add --auth FILE or --insecure-bind")
     users = None if auth is None else Users(auth)
     if tls_key is not None and tls_cert is None:
         raise click.UsageError("--tls-key needs --tls-cert")
@@ -148,18 +137,12 @@ def serve(
         listen, unix, given = (), None, [*bound, *given]
     addresses = [each.getsockname()[:2] for each in given if each.family != socket.AF_UNIX] + [*listen]
     config = mqstore.StoreConfig(store_host=_store_host(advertise, addresses))
-    with mqstore.open(
-        directory,
-        durability="flush" if flush else "append",
-        lock_timeout=0 if linger is None else 5,  # the server before may be closing
-        config=config,
-    ) as store:
+    with mqstore.open(directory, durability="flush" if flush else "append", config=config) as store:
         server = Server(
             store.broker,
             listen=listen,
             unix=unix,
             sockets=given,
-            linger_s=linger,
             metrics=metrics,
             users=users,
             tls=tls,

@@ -139,7 +139,6 @@ class _Choice:
         return chosen if column == "name" else sorted(chosen, key=lambda row: -(row.get(column) or 0))
 
     def tables(self, view: dict[str, Any]) -> list[Cells]:
-        """Return the tables of a view."""
         title = f"{view['store']} at {when(view['taken_ms'])}"
         parts = (
             (title, _TOTALS, [view]),

@@ -15,6 +15,10 @@ from mqstore.errors import ConfigError
 NOT_SUPPORTED, QUERY_NOT_FOUND, CONSUMER_NOT_ONLINE = 3, 22, 206
 POLLING_FULL, POLLING_NOT_FOUND, GO_AWAY = 209, 210, 1500
 """Codes of answers that no error of the library has. All others are in `ResultCode`."""
+DEFAULT_TOPIC: Final = "TBW102"
+"""Topic that a producer names as the model of topics that do not exist."""
+MASTER: Final = "0"
+"""Id of the broker that takes messages, in the addresses of a broker name. The others are its copies."""
 
 
 class _Field(NamedTuple):

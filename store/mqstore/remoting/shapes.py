@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from struct import Struct
 from typing import Any, Final
 
 from mqstore.errors import FormatError
 from mqstore.layout.jsontext import decode
+from mqstore.layout.properties import encode_properties
 
 BatchItem = tuple[int, bytes, str]
 """Flag, body and properties of a message of a batch."""
@@ -47,12 +48,19 @@ def _text_of(value: Any) -> str:
     return dumps(value).decode()
 
 
-def loads(body: bytes) -> dict[str, Any]:
+def loads(body: bytes | str) -> dict[str, Any]:
     """Return the object of a body. Raises FormatError if it is none."""
     value = decode(body)
     if type(value) is not dict:
         raise FormatError("the body is not a JSON object", "body", 0)
     return value
+
+
+def batch_item(flag: int, body: bytes, properties: Mapping[str, str]) -> bytes:
+    """Return a message of a batch, as `batch_items` reads it. Raises InvalidMessageError for bad properties."""
+    pairs = encode_properties(properties)
+    head = _ITEM.pack(_ITEM.size + len(body) + _I16.size + len(pairs), 0, 0, flag, len(body))
+    return b"".join((head, body, _I16.pack(len(pairs)), pairs))
 
 
 def batch_items(body: bytes) -> Iterator[BatchItem]:

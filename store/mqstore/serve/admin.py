@@ -16,11 +16,10 @@ from mqstore.broker.names import is_system_topic
 from mqstore.broker.tables.groups import GroupConfig
 from mqstore.errors import ConfigError, MQStoreError, NotPermittedError, ResultCode
 from mqstore.layout.javahash import java_hash
-from mqstore.remoting.codes import CONSUMER_NOT_ONLINE, QUERY_NOT_FOUND, Code
+from mqstore.remoting.codes import CONSUMER_NOT_ONLINE, DEFAULT_TOPIC, QUERY_NOT_FOUND, Code
 from mqstore.remoting.frames import VERSION, Frame
 from mqstore.remoting.shapes import dumps, dumps_tables, loads, queue_key
 from mqstore.serve.registry import Subscription
-from mqstore.serve.routes import DEFAULT_TOPIC
 
 if TYPE_CHECKING:
     from mqstore.broker.broker import Broker

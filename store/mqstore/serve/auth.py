@@ -30,10 +30,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mqstore.broker.names import DLQ_PREFIX, RETRY_PREFIX
 from mqstore.errors import ConfigError, FormatError, NotPermittedError
-from mqstore.remoting.codes import Code
+from mqstore.remoting.codes import DEFAULT_TOPIC, Code
 from mqstore.remoting.shapes import dumps, loads
 from mqstore.remoting.signing import ACCESS_KEY, SIGNATURE, bytes_of, signature_of
-from mqstore.serve.routes import DEFAULT_TOPIC
 
 if TYPE_CHECKING:
     from mqstore.remoting.frames import Frame

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from mqstore.broker.names import RETRY_PREFIX, SCHEDULE_TOPIC, TIMER_TOPIC, is_retry_topic, retry_topic
 from mqstore.errors import MQStoreError, StoreBusyError
 from mqstore.layout.properties import DELAY
-from mqstore.remoting.codes import Code
+from mqstore.remoting.codes import DEFAULT_TOPIC, Code
 from mqstore.remoting.shapes import loads
 from mqstore.serve.registry import consumers_of
-from mqstore.serve.routes import DEFAULT_TOPIC, TRACE_TOPIC
+from mqstore.serve.routes import TRACE_TOPIC
 
 if TYPE_CHECKING:
     from mqstore.broker.broker import Broker

@@ -19,7 +19,7 @@ from mqstore.client.allocation import STRATEGIES, Strategy
 from mqstore.errors import FormatError, ResultCode
 from mqstore.log.commitlog import QueueRef
 from mqstore.remoting.codes import QUERY_NOT_FOUND, Code
-from mqstore.remoting.shapes import dumps, loads
+from mqstore.remoting.shapes import dumps, loads, queue_key
 
 if TYPE_CHECKING:
     from mqstore.serve.connection import Call
@@ -112,9 +112,7 @@ def _lock(server: Server, call: Call) -> None:
     # After a kill the clients that held locks go on with their messages for a while.
     wanted = queues if server.lock_list.may_lock(group, client_id) else ()
     held = server.broker.locks.try_lock_batch(group, wanted, client_id)
-    locked = [
-        {"brokerName": server.broker_name, "queueId": queue.queue_id, "topic": queue.topic} for queue in sorted(held)
-    ]
+    locked = [dict(queue_key(server.broker_name, *queue)) for queue in sorted(held)]
     call.reply(body=dumps({"lockOKMQSet": locked}))
 
 
@@ -145,8 +143,7 @@ def _assignments(server: Server, call: Call) -> None:
         call.reply(body=dumps({}))  # the client keeps what it has
         return
     assignments = [
-        {"messageQueue": {"brokerName": server.broker_name, "queueId": queue, "topic": topic}, "mode": mode.mode}
-        for queue in queues
+        {"messageQueue": dict(queue_key(server.broker_name, topic, queue)), "mode": mode.mode} for queue in queues
     ]
     call.reply(body=dumps({"messageQueueAssignments": assignments}))
 

@@ -93,6 +93,17 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
+def refuse_other_machines(hosts: Iterable[str], otherwise: str) -> None:
+    """Raise ConfigError for a host that other machines reach, which must not happen unasked while clients need no
+    password. `otherwise` says how to ask for it."""
+    for host in hosts:
+        if not is_loopback(host):
+            raise ConfigError(
+                f"{host} can be reached from other machines, and clients need no password: listen on 127.0.0.1, or "
+                f"{otherwise}"
+            )
+
+
 def bind_all(addresses: Iterable[Address], unix: Path | None) -> list[socket.socket]:
     """Listen at TCP addresses, with a socket for each IP address, and on a Unix socket.
     Raises OSError if an address is taken, and ConfigError if the path of the Unix socket is too long."""

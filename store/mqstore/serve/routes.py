@@ -6,20 +6,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from mqstore.errors import ResultCode
-from mqstore.remoting.codes import Code
+from mqstore.remoting.codes import DEFAULT_TOPIC, MASTER, Code
 from mqstore.remoting.shapes import dumps
 
 if TYPE_CHECKING:
     from mqstore.serve.connection import Call
     from mqstore.serve.server import Handler, Server
 
-DEFAULT_TOPIC: Final = "TBW102"
-"""Topic that a producer names as the model of topics that do not exist."""
 TRACE_TOPIC: Final = "RMQ_SYS_TRACE_TOPIC"
 """System topic to which clients that trace their messages send."""
 _DEFAULT_QUEUES: Final = 8
-_MASTER: Final = "0"
-"""Id of the only broker, as a key of its addresses."""
 
 
 def _route(server: Server, call: Call) -> None:
@@ -50,7 +46,7 @@ def _cluster(server: Server, call: Call) -> None:
 
 def _broker(server: Server, call: Call) -> dict[str, Any]:
     return {
-        "brokerAddrs": {_MASTER: server.address_for(call.connection)},
+        "brokerAddrs": {MASTER: server.address_for(call.connection)},
         "brokerName": server.broker_name,
         "cluster": server.cluster,
         "enableActingMaster": False,

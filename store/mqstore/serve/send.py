@@ -30,11 +30,11 @@ from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import DELAY, TRAN_MSG, UNIQ_KEY
 from mqstore.layout.record import COMPRESSED, COMPRESSION_TYPE_MASK
 from mqstore.log.commitlog import SendReceipt
-from mqstore.remoting.codes import Code
+from mqstore.remoting.codes import DEFAULT_TOPIC, Code
 from mqstore.remoting.frames import Frame, sent_text
 from mqstore.remoting.shapes import batch_items, properties_of
 from mqstore.serve.creation import own_topic
-from mqstore.serve.routes import DEFAULT_TOPIC, TRACE_TOPIC
+from mqstore.serve.routes import TRACE_TOPIC
 from mqstore.serve.transactions import prepare
 
 if TYPE_CHECKING:

@@ -274,7 +274,6 @@ class Server:
 
     @property
     def connections(self) -> int:
-        """Number of connections."""
         return len(self._connections)
 
     def descriptors(self) -> list[int]:

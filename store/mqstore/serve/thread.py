@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from mqstore.closing import Closing
-from mqstore.errors import ConfigError
-from mqstore.serve.listening import is_loopback, new_loop, parsed_address, unix_path
+from mqstore.serve.listening import new_loop, parsed_address, refuse_other_machines, unix_path
 from mqstore.serve.server import Server
 from mqstore.signalsafe import Future, check_holds_none
 
@@ -55,12 +54,8 @@ class ServerThread(Closing):
     ) -> None:
         """Start a server as `Store.serve` does."""
         addresses = [parsed_address(each) for each in ([listen] if isinstance(listen, str) else listen)]
-        for host, _ in addresses:
-            if not is_loopback(host) and not insecure_bind and options.get("users") is None:
-                raise ConfigError(
-                    f"{host} can be reached from other machines, and clients need no password: listen on 127.0.0.1, or "
-                    "pass users= or insecure_bind=True"
-                )
+        if not insecure_bind and options.get("users") is None:
+            refuse_other_machines([host for host, _ in addresses], "pass users= or insecure_bind=True")
         self._server = Server(
             broker, listen=addresses, unix=unix_path(broker.store.path) if unix is None else Path(unix), **options
         )

@@ -49,8 +49,6 @@ _Range = tuple[int, int, str, tuple[str, ...]]
 
 
 class _Side(NamedTuple):
-    """One of the stores."""
-
     store: ReadOnlyMessageStore
     tables: Tables
     bounds: dict[QueueRef, tuple[int, int]]

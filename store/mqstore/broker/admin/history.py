@@ -221,7 +221,6 @@ class Histories:
                 return
 
     def _stored(self, message: Message) -> Event:
-        """Return the event of a record."""
         properties, topic, at_ms = message.stored_properties(), message.topic, message.store_timestamp_ms
         event, group, attempt, until_ms, reason = "stored", None, None, None, self._dispatched(message)
         if topic == TIMER_TOPIC:

@@ -493,7 +493,7 @@ def inspect_broker(store: StoreReader) -> dict[str, Any]:
     not_shown: dict[str, str] = {}
     sections: dict[str, Callable[[], Any]] = {}
     try:
-        sections = _sections(open_tables(store), store.clock.now_ms())
+        sections = sections_of(open_tables(store))
     except (MQStoreError, OSError) as error:
         not_shown["broker"] = str(error)
     for section, look in sections.items():
@@ -516,12 +516,12 @@ _EMPTY: dict[str, Any] = {
 }
 
 
-def _sections(tables: Tables, now_ms: int) -> dict[str, Callable[[], Any]]:
+def sections_of(tables: Tables) -> dict[str, Callable[[], Any]]:
     """Return a function for each section. State that several sections need is read once.
     If reading it fails, all of them fail."""
     levels = cache(lambda: delay_levels(tables))
     timer = cache(lambda: timer_view(tables))
-    pops = cache(lambda: pop_view(tables, now_ms))
+    pops = cache(lambda: pop_view(tables, tables.clock.now_ms()))
     transactions = cache(lambda: Transactions(_as_parts(tables), lambda: None))
     return {
         "delay_levels": lambda: [view._asdict() for view in levels()],
@@ -532,14 +532,14 @@ def _sections(tables: Tables, now_ms: int) -> dict[str, Callable[[], Any]]:
         "in_flight": lambda: [view._asdict() for view in pops().in_flight],
         "order_info": lambda: pops().orders,
         "transactions": lambda: _transactions(tables, transactions()),
-        "dead_letters": lambda: _dead_letters(tables),
+        "dead_letters": lambda: {each.group: count for each in letters_of(tables) if (count := len(each))},
         "oldest_pin": lambda: _pin_row(tables.store, oldest_pin(tables, transactions(), levels(), timer())),
     }
 
 
 def front_of(tables: Tables) -> dict[str, Any] | None:
     """Return the `oldest_pin` of `inspect_broker`. Raises its errors, where `inspect_broker` has `not_shown`."""
-    found: dict[str, Any] | None = _sections(tables, tables.clock.now_ms())["oldest_pin"]()
+    found: dict[str, Any] | None = sections_of(tables)["oldest_pin"]()
     return found
 
 
@@ -552,10 +552,6 @@ def _transactions(tables: Tables, transactions: Transactions) -> dict[str, Any]:
         row = {name: properties.get(stored) for name, stored in _GIVEN_UP.items()}
         newest.append(row | {"queue_offset": message.offset, "store_timestamp_ms": message.store_timestamp_ms})
     return {"open": transactions.open_count(), "given_up": high - low, "newest_given_up": newest}
-
-
-def _dead_letters(tables: Tables) -> dict[str, int]:
-    return {letters.group: count for letters in letters_of(tables) if (count := len(letters))}
 
 
 def _pin_row(store: StoreReader, pin: Pin | None) -> dict[str, Any] | None:

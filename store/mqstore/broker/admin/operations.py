@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-from mqstore.broker.admin.inspect import QueueLag, delay_levels, group_names, timer_view
+from mqstore.broker.admin.inspect import QueueLag, delay_levels, group_names, sections_of, timer_view
 from mqstore.broker.admin.offline import Offline, look, offline
 from mqstore.broker.context import Tables
 from mqstore.broker.filters import sql92
@@ -103,11 +103,8 @@ class Operations:
         """Return the messages that wait to be delivered later, as `mqstore delay show --json` prints them.
         `levels` has a row for each level in use, orphans included, and `timer` has `waiting` and `next_due_ms`."""
         with self._looking() as opened:
-            timer = timer_view(opened.tables)
-            return {
-                "levels": [view._asdict() for view in delay_levels(opened.tables)],
-                "timer": {"waiting": timer.waiting, "next_due_ms": timer.next_due_ms},
-            }
+            sections = sections_of(opened.tables)
+            return {"levels": sections["delay_levels"](), "timer": sections["timer"]()}
 
     def activity(self) -> dict[str, Any]:
         """Return the counts that `mqstore top` shows and compares, as plain values.

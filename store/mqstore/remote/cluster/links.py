@@ -74,10 +74,9 @@ def named(names: str, *values: object) -> dict[str, Any]:
     return dict(zip(names.split(), values, strict=True))
 
 
-def _texts(fields: Fields) -> dict[str, str]:
-    """Return fields as they travel, without those that are None."""
-    found = {name: value for name, value in fields.items() if value is not None}
-    return {name: str(value).lower() if type(value) is bool else str(value) for name, value in found.items()}
+def _known(fields: Fields) -> Fields:
+    """Return the fields that travel: those that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def checked(answer: Frame | None, who: str, ok: Collection[int] = (0,)) -> Frame:
@@ -177,7 +176,7 @@ class Links:
         for link in list(self._names):
             try:
                 link.open()
-                return link.call(code, fields=_texts(fields), repeat=True)
+                return link.call(code, fields=_known(fields), repeat=True)
             except ConnectionLostError as error:
                 lost = error
                 with self._lock:  # the others first, from now on
@@ -263,14 +262,14 @@ class Links:
         """Ask a broker, as a member of a group on a connection of its own. Return the answer if its code is in `ok`.
         Without `repeat` a call is not sent again after its connection was lost. Raises ConnectionLostError,
         StoreClosedError, and the error for any other answer."""
-        send = partial(self._link(broker, member).call, code, body, fields=_texts(fields), repeat=repeat)
+        send = partial(self._link(broker, member).call, code, body, fields=_known(fields), repeat=repeat)
         return checked(self._reached(broker, member, send), f"broker {broker}", ok)
 
     def park(self, broker: str, code: int, fields: Fields, answered: Answered, body: bytes = b"") -> None:
         """Send a request whose answer may take long, or for which nobody waits. `answered` is called with it, or with
         None."""
         link = self._link(broker, "")
-        self._reached(broker, "", partial(link.park, code, answered, body, fields=_texts(fields), repeat=False))
+        self._reached(broker, "", partial(link.park, code, answered, body, fields=_known(fields), repeat=False))
 
     def call_many(self, calls: Sequence[tuple[str, int, Fields]]) -> None:
         """Ask brokers at once: (broker, code, fields). Raises the first error after all have answered."""

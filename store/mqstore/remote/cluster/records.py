@@ -15,18 +15,16 @@ from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import MAGIC_AT, MAGIC_V2, PHYSICAL_OFFSET_AT, SYS_FLAG_AT, body_length_at
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message, UnitBatch
-from mqstore.log.writing.outgoing import OutgoingMessage
+from mqstore.remoting.codes import DEFAULT_TOPIC
 from mqstore.remoting.frames import Frame
 from mqstore.remoting.short import places_of
 
-DEFAULT_TOPIC: Final = "TBW102"
 STORED: Final = (0, ResultCode.FLUSH_DISK_TIMEOUT, 11, 12)
 """Codes of a message that is stored: on disk, not yet on disk, not yet with the broker's copies."""
 KEPT_FLAGS: Final = 0x701
 """Bits of a record's sysFlag that a copy keeps: its compression."""
 _I4, _I8 = Struct(">i").unpack_from, Struct(">q").unpack_from
 _QUEUE_ID_AT: Final = 12
-_ITEM, _I16 = Struct(">iiiii"), Struct(">h")
 
 
 def records(body: bytes) -> Iterator[tuple[int, str, int, int]]:
@@ -76,13 +74,6 @@ def send_fields(
     queues = more.get("queues", 4)
     values = group, topic, DEFAULT_TOPIC, queues, queue_id, sys_flag, born_ms, flag, text, reconsume_times
     return {**dict(zip("abcdefghij", values, strict=True)), "k": False, "m": more.get("batch", False), "n": broker}
-
-
-def batch_item(message: OutgoingMessage, body: bytes, properties: Mapping[str, str]) -> bytes:
-    """Return a message of a batch, as `shapes.batch_items` reads it."""
-    pairs = encode_properties(properties)
-    head = _ITEM.pack(_ITEM.size + len(body) + _I16.size + len(pairs), 0, 0, message.flag, len(body))
-    return b"".join((head, body, _I16.pack(len(pairs)), pairs))
 
 
 def expression_of(chosen: Filter | None) -> tuple[str, str]:

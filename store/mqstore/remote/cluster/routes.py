@@ -17,13 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from mqstore.broker.tables.topics import PERM_READ, PERM_WRITE, TopicConfig
-from mqstore.errors import FormatError
-from mqstore.layout.jsontext import decode
+from mqstore.remoting.codes import MASTER
+from mqstore.remoting.shapes import loads
 
 _TOKENS: Final = re.compile(r'"(?:[^"\\]|\\.)*"|(?<=[{,])(\d+|\{[^{}]*\})(?=:)')
 """A text, which is skipped, or the key of an object that is a number or an object."""
-MASTER: Final = "0"
-"""Id of the broker that takes messages, in the addresses of a broker name. The others are its copies."""
 
 
 def fastjson(body: bytes) -> dict[str, Any]:
@@ -34,10 +32,7 @@ def fastjson(body: bytes) -> dict[str, Any]:
     ['0', '{"queueId":1}']
     """
     text = body.decode("utf-8", "replace")
-    value = decode(_TOKENS.sub(lambda found: json.dumps(found[1]) if found[1] else found[0], text))
-    if type(value) is not dict:
-        raise FormatError("the body is not a JSON object", "body", 0)
-    return value
+    return loads(_TOKENS.sub(lambda found: json.dumps(found[1]) if found[1] else found[0], text))
 
 
 class Place(NamedTuple):

@@ -41,11 +41,12 @@ from mqstore.options import DEFAULT_DELAY_LEVELS, delay_table_ms, milliseconds
 from mqstore.remote.broker import RemoteContract
 from mqstore.remote.cluster.degrade import refuse
 from mqstore.remote.cluster.links import Links, checked, named
-from mqstore.remote.cluster.records import KEPT_FLAGS, STORED, Receipt, batch_item, receipts, send_fields
+from mqstore.remote.cluster.records import KEPT_FLAGS, STORED, Receipt, receipts, send_fields
 from mqstore.remote.cluster.routes import Place, RoutedTopic
 from mqstore.remote.cluster.tables import Members, Topics
 from mqstore.remoting.codes import QUERY_NOT_FOUND, Code
 from mqstore.remoting.frames import Frame
+from mqstore.remoting.shapes import batch_item
 from mqstore.signalsafe import Future
 
 _log = logging.getLogger("mqstore")
@@ -180,7 +181,7 @@ class Sends(RemoteContract):
             refuse_routing(message, topic)
             options = {name: getattr(message, name) for name in ("tag", "keys", "properties", "unique_key")}
             prepared = self._prepared(route, message.body, options)
-            items.append(batch_item(message, prepared.body, prepared.properties))
+            items.append(batch_item(message.flag, prepared.body, prepared.properties))
             keys.append(prepared.properties[UNIQ_KEY])
         try:
             while items:

@@ -23,9 +23,8 @@ from mqstore.layout.javahash import java_hash
 from mqstore.log.commitlog import QueueRef
 from mqstore.remote.cluster.degrade import refuse
 from mqstore.remote.cluster.links import Links, named
-from mqstore.remote.cluster.records import DEFAULT_TOPIC
 from mqstore.remote.cluster.routes import RoutedTopic, fastjson, spread
-from mqstore.remoting.codes import Code
+from mqstore.remoting.codes import DEFAULT_TOPIC, Code
 from mqstore.remoting.shapes import dumps
 from mqstore.signalsafe import Lock
 
