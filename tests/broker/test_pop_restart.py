@@ -145,6 +145,17 @@ OLD_ENTRIES: dict[str, tuple[str, str, int, dict[str, Any], bool]] = {
 }
 
 
+def test_a_group_deleted_and_made_anew_begins_anew_after_a_restart(pops: PopBench, restart: Any) -> None:
+    pops.put("t", 3)
+    pops.pop(n=2)
+    pops.parts.groups.delete("g")
+    pops.parts.offsets.remove_group("g")
+    pops.parts.groups.create("g")
+    restart()
+    pops.settle()
+    assert offsets(pops.pop(n=5)) == [0, 1, 2]
+
+
 @pytest.mark.parametrize(("key", "queue_id", "age_ms", "members", "stays"), OLD_ENTRIES.values(), ids=OLD_ENTRIES)
 def test_only_obsolete_order_info_is_dropped(
     pops: PopBench, key: str, queue_id: str, age_ms: int, members: dict[str, Any], stays: bool

@@ -183,6 +183,17 @@ def test_a_filter_or_callback_that_fails_harms_nobody(hall: Hall, caplog: pytest
 # -- receivers that compete --------------------------------------------------------------------------------------------
 
 
+def test_as_many_of_a_group_are_woken_as_units_came_the_oldest_first(hall: Hall) -> None:
+    for name in "abcde":
+        hall.park(name, ANY_QUEUE, group="g")
+    hall.put()
+    assert hall.woken() == ["a"]
+    hall.store.put_many("t", [b""] * 3)
+    hall.store.dispatch()
+    assert hall.woken() == ["b", "c", "d"]
+    assert len(hall.waiters.parked) == 1
+
+
 def test_wake_one(hall: Hall) -> None:
     hall.park("any", ANY_QUEUE, group="g")
     hall.park("q1", 1, group="g")
@@ -200,6 +211,18 @@ def test_wake_one(hall: Hall) -> None:
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_housekeeper_is_roused_for_an_earlier_deadline_only(hall: Hall) -> None:
+    hall.park("a", in_ms=1000)
+    assert hall.wakes == 1
+    assert hall.turn() == hall.clock.now_ms() + 1000
+    hall.park("later", in_ms=1000)
+    hall.park("never")
+    assert hall.wakes == 1
+    hall.park("sooner", in_ms=999)
+    assert hall.wakes == 2
+    assert hall.turn() == hall.clock.now_ms() + 999
 
 
 def test_of_a_group_one_is_sent_to_step_over(hall: Hall) -> None:
