@@ -9,14 +9,21 @@ import pytest
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.context import Parts
+from mqstore.clock import SimulatedClock
 from tests.broker.popsupport import PopBench
 from tests.broker.support import Bench, new_parts, shrink_timer_log
 from tests.broker.timersupport import Timers
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "store")
+def clock() -> SimulatedClock:
+    return SimulatedClock()
+
+
+@pytest.fixture
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    """Of the class `Bench` that the test's module has, if any."""
+    bench = getattr(request.module, "Bench", Bench)(tmp_path / "store")
     yield bench
     if not bench.broker.store.closed:
         bench.broker.close()

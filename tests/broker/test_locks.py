@@ -17,11 +17,6 @@ Q = [QueueRef("orders", i) for i in range(4)]
 
 
 @pytest.fixture
-def clock() -> SimulatedClock:
-    return SimulatedClock()
-
-
-@pytest.fixture
 def locks(clock: SimulatedClock) -> QueueLocks:
     return QueueLocks(clock)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,6 @@ from tests.log.support import flip_log
 
 HOUR_MS = 3_600_000
 WAYS = pytest.mark.parametrize("way", DELAYS)
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path / "store")
-    yield made
-    if not made.store.closed:
-        made.broker.close()
 
 
 def seen(message: Message) -> tuple[object, ...]:

@@ -86,14 +86,6 @@ def _files_stay_whole(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert not [text for text in told if "rebuilt" in text and "no checkpoint" not in text]
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path / "store")
-    yield made
-    if not made.store.closed:
-        made.broker.close()
-
-
 def at_the_front(bench: Bench, *waits_ms: int) -> list[str]:
     """Messages "0", "1", ... that wait so long, and alone hold the first segment by the time this returns."""
     handles = []

@@ -17,11 +17,6 @@ SECOND, MINUTE, HOUR = 1_000, 60_000, 3_600_000
 
 
 @pytest.fixture
-def clock() -> SimulatedClock:
-    return SimulatedClock()
-
-
-@pytest.fixture
 def statistics(clock: SimulatedClock) -> Statistics:
     return Statistics(clock)
 
