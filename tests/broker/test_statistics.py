@@ -103,9 +103,6 @@ def test_the_minute_is_that_of_a_model_that_keeps_whole_samples(steps: list[tupl
         assert statistics.snapshot().minute == expected
 
 
-# --- where the lag of a group begins ---
-
-
 # --- Prometheus ----------------------------------------------------------------------------------------------------
 
 TIMING = "rocketmq_timing_messages"
