@@ -16,7 +16,7 @@ from mqstore.files.segments import SegmentRun
 from mqstore.layout.indexfile import IndexHeader
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery import scanner
-from mqstore.log.recovery.scanner import Bad, End, Good, scan_log, scan_segment
+from mqstore.log.recovery.scanner import Bad, End, Good, record_at, scan_log, scan_segment
 from mqstore.log.store import MessageStore
 from tests.log.support import overwrite
 
@@ -177,6 +177,16 @@ def test_a_walk_that_is_overtaken_to_its_end_ends_there(ten_segments: Path) -> N
             _segment(ten_segments, number).unlink(missing_ok=True)
 
     assert _walk_while(ten_segments, drop_nine, limit=4 << 14) == ([4 << 14], [End(4 << 14, "")])
+
+
+def test_no_record_is_in_a_segment_that_retention_has_deleted(ten_segments: Path) -> None:
+    """A unit led there: small segments are read without a mapping, so an export ended with "No such file"."""
+    with ReadOnlyMessageStore(ten_segments) as reader:
+        checksum = reader.manifest.checksum
+        _segment(ten_segments, 0).unlink()
+
+        assert record_at(reader.log_files, 0, checksum) is None
+        assert record_at(reader.log_files, reader.get("orders", 0, 20).messages[0].physical_offset, checksum)
 
 
 @pytest.mark.parametrize("lists", [False, True])

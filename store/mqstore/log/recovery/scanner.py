@@ -99,11 +99,14 @@ def check_at(run: SegmentRun, segment: Segment, at: int, checksum: Checksum) -> 
 
 
 def record_at(run: SegmentRun, physical: int, checksum: Checksum) -> Record | None:
-    """Return the record at a physical offset, or None if no record verifies there."""
+    """Return the record at a physical offset, or None if no record verifies there, or retention has deleted it."""
     segment = run.find(physical)
     if segment is None:
         return None
-    buffer = run.mapping(segment)
+    try:
+        buffer = run.mapping(segment)
+    except FileNotFoundError:
+        return None
     at = physical - segment.start
     if at >= len(buffer) or check_record(buffer, at, len(buffer), physical, checksum).status != "ok":
         return None
