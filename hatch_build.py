@@ -40,7 +40,8 @@ def compile_native(root: Path) -> Path:
         [os.path.relpath(path, root) for path in sorted(sources.glob("*.c"))],
         depends=[os.path.relpath(path, root) for path in sources.glob("*.h")],
         define_macros=[("MQSTORE_NATIVE_SOURCES", f"{sources_crc32(sources)}L")],
-        extra_compile_args=["-O3", "-std=c11", "-fvisibility=hidden"],
+        # An error since GCC 14: so it is one for everybody who changes the sources.
+        extra_compile_args=["-O3", "-std=c11", "-fvisibility=hidden", "-Werror=incompatible-pointer-types"],
     )
     (root / "build").mkdir(exist_ok=True)
     before = os.getcwd()

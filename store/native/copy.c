@@ -239,7 +239,7 @@ static bool find_records(PyObject *messages, Records *records, char *to)
     for (Py_ssize_t i = 0; plain && i < PyList_GET_SIZE(messages); i++) {
         Located *message = (Located *)PyList_GET_ITEM(messages, i);
         Parts parts;
-        if (!(plain = is_a(message, &LocatedType) && near_record(&near, message, &parts) == 0))
+        if (!(plain = is_a((PyObject *)message, &LocatedType) && near_record(&near, message, &parts) == 0))
             break;
         const uint8_t *record = (const uint8_t *)near.view.buf + message->start;
         plain = (get32(record + SYS_FLAG_AT) & BODY_ELSEWHERE) != BODY_ELSEWHERE;
