@@ -35,6 +35,8 @@ PyTypeObject QueueTailType = {
 
 /* Largest record that is written by a call, and largest body whose checksum is computed here: zlib's is faster for longer ones. */
 enum { MOST_CALLED = 16384, MOST_SUMMED = 16384 };
+/* Size from which records are written by a call, and the room that `LogWriter.check_room` wants after them. */
+enum { MOST_TOGETHER = 131072, ROOM = 65536, ROOM_OF_EACH = 64 };
 
 typedef struct {
     PyObject_HEAD
@@ -70,30 +72,39 @@ static long long now_of(LogTail *self)
     return now;
 }
 
-/* Write fields 1 to 15 of an ordinary record, the checksum zero (format#record). Returns the number of bytes. */
-static size_t header_of(LogTail *self, QueueTail *queue, uint8_t *at, uint32_t size, long long position, long long now_ms,
-                        uint32_t body_size, const Extra *extra)
+static const Extra NOTHING = {0};
+
+/* Write an ordinary record, its checksum last (format#record). */
+static void lay_record(LogTail *self, QueueTail *queue, uint8_t *record, const Stored *stored, const char *body,
+                       Py_ssize_t body_size, const char *tail, Py_ssize_t tail_size, const Extra *extra)
 {
+    uint8_t *at = record;
     PyObject *born_host = extra->born_host ? extra->born_host : self->born_host;
     size_t born = (size_t)PyBytes_GET_SIZE(born_host), store = (size_t)PyBytes_GET_SIZE(self->store_host);
-    put32(at, size);
+    put32(at, (uint32_t)stored->size);
     put32(at + MAGIC_AT, (uint32_t)queue->magic);
     put32(at + CHECKSUM_AT, 0);
     put32(at + QUEUE_ID_AT, (uint32_t)queue->queue_id);
     put32(at + FLAG_AT, extra->flag);
     put64(at + QUEUE_OFFSET_AT, (uint64_t)queue->next_offset);
-    put64(at + PHYSICAL_OFFSET_AT, (uint64_t)position);
+    put64(at + PHYSICAL_OFFSET_AT, (uint64_t)stored->position);
     put32(at + SYS_FLAG_AT, extra->sys_flag | (born == IPV6_BYTES ? BORN_HOST_V6 : 0) | (store == IPV6_BYTES ? STORE_HOST_V6 : 0));
-    put64(at + BORN_TIMESTAMP_AT, (uint64_t)(extra->born_host ? extra->born_ms : now_ms));
+    put64(at + BORN_TIMESTAMP_AT, (uint64_t)(extra->born_host ? extra->born_ms : stored->now_ms));
     memcpy(at + BORN_HOST_AT, PyBytes_AS_STRING(born_host), born);
     at += born - IPV4_BYTES; /* which moves all fields after it */
-    put64(at + STORE_TIMESTAMP_AT_V4, (uint64_t)now_ms);
+    put64(at + STORE_TIMESTAMP_AT_V4, (uint64_t)stored->now_ms);
     memcpy(at + STORE_HOST_AT_V4, PyBytes_AS_STRING(self->store_host), store);
     at += store - IPV4_BYTES;
     put32(at + RECONSUME_TIMES_AT_V4, extra->reconsume_times);
     put64(at + PREPARED_OFFSET_AT_V4, 0);
-    put32(at + BODY_LENGTH_AT_V4, body_size);
-    return BODY_AT_V4 + born + store - 2 * IPV4_BYTES;
+    put32(at + BODY_LENGTH_AT_V4, (uint32_t)body_size);
+    at = (uint8_t *)memcpy(at + BODY_AT_V4, body, (size_t)body_size) + body_size;
+    if (extra->size)
+        lay_tail((char *)at, tail, tail_size, extra->properties, extra->size);
+    else
+        memcpy(at, tail, (size_t)tail_size);
+    put32(record + CHECKSUM_AT, self->plain ? crc32c_record(record, (size_t)stored->size)
+                                            : crc32_body((const uint8_t *)body, (size_t)body_size));
 }
 
 PyObject *tuple_of(PyObject *type, PyObject **items, Py_ssize_t count)
@@ -142,9 +153,8 @@ void lay_tail(char *to, const char *plain, Py_ssize_t plain_size, const char *pr
 int log_tail_store(PyObject *tip, QueueTail *queue, const char *body, Py_ssize_t body_size, const char *tail, Py_ssize_t tail_size,
               const Extra *extra, Stored *stored)
 {
-    static const Extra nothing = {0};
     LogTail *self = (LogTail *)tip;
-    extra = extra ? extra : &nothing;
+    extra = extra ? extra : &NOTHING;
     PyObject *born_host = extra->born_host ? extra->born_host : self->born_host;
     if ((!self->plain && body_size > MOST_SUMMED) || self->appending || !self->time_ns || !is_host(born_host) || !is_host(self->store_host))
         return 0;
@@ -170,15 +180,7 @@ int log_tail_store(PyObject *tip, QueueTail *queue, const char *body, Py_ssize_t
         if (at >= 0 && at <= view.len - size) {
             uint8_t called[MOST_CALLED], *record = by_call ? called : (uint8_t *)view.buf + at;
             *stored = (Stored){queue->next_offset, position, size, now_ns / 1000000 - (now_ns % 1000000 < 0)};
-            size_t width =
-                header_of(self, queue, record, (uint32_t)size, position, stored->now_ms, (uint32_t)body_size, extra);
-            memcpy(record + width, body, (size_t)body_size);
-            if (extra->size)
-                lay_tail((char *)record + width + body_size, tail, tail_size, extra->properties, extra->size);
-            else
-                memcpy(record + width + body_size, tail, (size_t)tail_size);
-            put32(record + CHECKSUM_AT, self->plain ? crc32c_record(record, (size_t)size)
-                                                    : crc32_body((const uint8_t *)body, (size_t)body_size));
+            lay_record(self, queue, record, stored, body, body_size, tail, tail_size, extra);
             /* After an error or a short write, Python writes over it, or raises the error. */
             done = !by_call || pwrite(self->fd, record, (size_t)size, at) == size;
             if (done) {
@@ -229,8 +231,63 @@ static PyObject *log_tail_put(LogTail *self, PyObject *const *args, Py_ssize_t n
     return log_tail_receipt((PyObject *)self, queue, &stored, args[3]);
 }
 
+/* put_packed(queue, data, max_body): put the messages in the body of a `put_many` (remoting/short.py), and return the body of its
+   answer, or None if `append_many` must do it. */
+static PyObject *log_tail_put_packed(LogTail *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 3 || !is_a(args[0], &QueueTailType) || !PyBytes_CheckExact(args[1]))
+        return PyErr_Format(PyExc_TypeError, "put_packed takes a queue, bytes and a size");
+    QueueTail *queue = (QueueTail *)args[0];
+    long long max_body = PyLong_AsLongLong(args[2]), now_ns = self->time_ns ? now_of(self) : 0;
+    if (PyErr_Occurred())
+        return NULL;
+    PyObject *host = self->store_host, *tail = queue->plain_tail, *answer = NULL;
+    if (!self->time_ns || self->appending || (self->group && self->group != Py_None) || !is_host(self->born_host) || !is_host(host) ||
+        !tail || !PyBytes_Check(tail))
+        Py_RETURN_NONE;
+    const uint8_t *sizes = (const uint8_t *)PyBytes_AS_STRING(args[1]) + 4;
+    Py_ssize_t host_size = PyBytes_GET_SIZE(host), tail_size = PyBytes_GET_SIZE(tail), left = PyBytes_GET_SIZE(args[1]) - 4, each;
+    Py_ssize_t overhead = BODY_AT_V4 - 2 * IPV4_BYTES + PyBytes_GET_SIZE(self->born_host) + host_size + tail_size;
+    Py_ssize_t count = left < 4 ? 0 : (int32_t)get32(sizes - 4), size = left + (overhead - 4) * count;
+    left -= 4 * count;
+    bool whole = count > 0 && left >= 0;
+    for (Py_ssize_t i = 0; whole && i < count; i++)
+        whole = (each = get32(sizes + 4 * i)) <= max_body && (left -= each) >= 0;
+    Py_buffer view;
+    if (!whole || left || size >= MOST_TOGETHER || self->end + size + ROOM + ROOM_OF_EACH * count > self->limit ||
+        !self->mapping || self->mapping == Py_None)
+        Py_RETURN_NONE;
+    if (PyObject_GetBuffer(self->mapping, &view, PyBUF_WRITABLE) < 0)
+        return NULL;
+    Stored stored = {queue->next_offset, self->end, 0, now_ns / 1000000 - (now_ns % 1000000 < 0)};
+    bool fits = self->end >= self->base && self->end - self->base <= view.len - size;
+    if (fits && (answer = PyBytes_FromStringAndSize(NULL, 1 + host_size + 2 * 4 + 8 * (count + 3)))) {
+        uint8_t *to = (uint8_t *)PyBytes_AS_STRING(answer);
+        *to++ = (uint8_t)host_size;
+        to = (uint8_t *)memcpy(to, PyBytes_AS_STRING(host), (size_t)host_size) + host_size;
+        put32(to, (uint32_t)queue->queue_id);
+        put32(to + 4, (uint32_t)count + 3);
+        put64(to + 8, (uint64_t)stored.offset);
+        put64(to + 16, (uint64_t)stored.now_ms);
+        const uint8_t *body = sizes + 4 * count;
+        for (Py_ssize_t i = 0; i < count; i++, body += each, queue->next_offset++, stored.position += stored.size) {
+            put64(to + 24 + 8 * i, (uint64_t)stored.position);
+            stored.size = overhead + (each = get32(sizes + 4 * i));
+            lay_record(self, queue, (uint8_t *)view.buf + (stored.position - self->base), &stored, (const char *)body, each,
+                       PyBytes_AS_STRING(tail), tail_size, &NOTHING);
+            atomic_signal_fence(memory_order_seq_cst); /* if the process is killed, only whole records have one after them */
+        }
+        put64(to + 24 + 8 * count, (uint64_t)(self->end = stored.position));
+    }
+    PyBuffer_Release(&view);
+    if (answer && self->end >= self->alarm && self->on_alarm && !succeeded(PyObject_CallNoArgs(self->on_alarm)))
+        Py_CLEAR(answer);
+    return answer || PyErr_Occurred() ? answer : Py_NewRef(Py_None);
+}
+
 static PyMethodDef tip_methods[] = {
     {"_put", (PyCFunction)(void (*)(void))log_tail_put, METH_FASTCALL, "Put one ordinary record; None: see `CommitLog.append`."},
+    {"_put_packed", (PyCFunction)(void (*)(void))log_tail_put_packed, METH_FASTCALL, "Put the messages of a call."},
     {NULL},
 };
 

@@ -19,10 +19,11 @@ from mqstore import Durability, Profile
 from mqstore.broker.context import Parts
 from mqstore.broker.router import DelayedReceipt
 from mqstore.broker.uniquekey import new_unique_key
-from mqstore.errors import ConfigError, InvalidMessageError
+from mqstore.errors import ConfigError, InvalidMessageError, MQStoreError
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.record import TRANSACTION_COMMIT, TRANSACTION_PREPARED, TRANSACTION_ROLLBACK
 from mqstore.remoting.shapes import properties_of
+from mqstore.remoting.short import bodies_bytes, bodies_of, receipts_bytes
 from tests.broker.support import START_MS, clock_of, new_parts
 from tests.without import Door, compiled, put_by_python
 
@@ -282,3 +283,92 @@ def test_sent_records_that_are_compiled(parts: Parts, text: str, sys_flag: int, 
         assert (message.flag, message.born_timestamp_ms, message.born_host) == (7, 5, "10.1.2.3:4")
         assert (message.reconsume_times, message.unique_key, receipt.unique_key) == (2, "u", "u")
         assert message.stored_properties() == properties_of(text)
+
+
+# -- packed messages of a server's clients -----------------------------------------------------------------------------
+
+_BYTE = st.integers(0, 9)
+_BODY = st.binary(max_size=9) | st.sampled_from([b"b" * 1000, b"b" * 16_384, b"b" * 16_385, b"b" * 70_000])
+_PACKED = st.lists(_BODY, max_size=40).map(bodies_bytes)
+_DAMAGED = st.builds(lambda data, at, other: data[:at] + other + data[at + 1 :], _PACKED, _BYTE, st.binary())
+_BATCH = st.tuples(
+    st.sampled_from(["orders", "orders", "narrow", "new", "rmq_sys_wheel_timer"]),
+    st.sampled_from([None, None, 0, 1, 3, 99]),
+    _PACKED,
+) | st.tuples(st.just("orders"), st.just(0), _DAMAGED)
+
+
+def packed(parts: Parts, topic: str, queue_id: int | None, data: bytes, *, by_python: bool) -> bytes | tuple[type, str]:
+    """Return the answer to a `put_many`, or its error."""
+    try:
+        done = queue_id if by_python else parts.router.put_packed(topic, data, queue_id)
+        if isinstance(done, bytes):
+            return done
+        return receipts_bytes(parts.router.put_many(topic, bodies_of(data), queue_id=done))
+    except MQStoreError as error:
+        return type(error), str(error)
+
+
+def stored_batches(folder: Path, batches: list[Any], *, by_python: bool, **config: Any) -> tuple[bytes, list[Any]]:
+    """Return the commitlog after these batches, with the answer or error of each, and the records that are read."""
+    parts = new_parts(folder, segment_bytes=1 << 19, max_message_size=1 << 16, **config)
+    parts.topics.create("orders", queues=3)
+    parts.topics.create("narrow", queues=4)
+    parts.topics.alter("narrow", write_queues=2)
+    queues = [(topic, queue_id) for topic in ("orders", "narrow") for queue_id in range(2)]
+    for topic, queue_id in queues:
+        parts.router.put_many(topic, [b"first"], queue_id=queue_id)
+    results: list[Any] = []
+    for batch in batches:
+        results.append(packed(parts, *batch, by_python=by_python))
+        clock_of(parts).advance(500)
+    results += [(message.offset, message.body) for queue in queues for message in parts.store.read(*queue, 0, 999)]
+    parts.store.close()
+    return b"".join(path.read_bytes() for path in sorted((folder / "commitlog").iterdir())), results
+
+
+@compiled
+@given(
+    st.lists(_BATCH, max_size=12),
+    st.sampled_from(["mqstore", "rocketmq"]),
+    st.sampled_from(["append", "append", "flush"]),
+    st.sampled_from(["127.0.0.1:0", "[2001:db8::1]:9"]),
+)
+def test_packed_messages_are_stored_as_by_python(
+    tmp_path_factory: pytest.TempPathFactory, batches: list[Any], profile: Profile, durability: Durability, host: str
+) -> None:
+    config: Any = {"profile": profile, "durability": durability, "store_host": host}
+    with mock.patch("random.getrandbits", return_value=5):
+        ours = stored_batches(tmp_path_factory.mktemp("compiled"), batches, by_python=False, **config)
+        assert stored_batches(tmp_path_factory.mktemp("python"), batches, by_python=True, **config) == ours
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("data", "config", "is_compiled"),
+    [
+        (bodies_bytes([b"a"]), {}, True),
+        (bodies_bytes([b"", b"b" * 70_000, b""]), {}, True),
+        (bodies_bytes([b"a"]), {"durability": "flush"}, False),
+        (bodies_bytes([b"a" * 1000] * 120), {}, False),  # written by a call
+        (bodies_bytes([b"a" * 1001]), {"max_message_size": 1000}, False),
+        (bodies_bytes([b"a"]), {"segment_bytes": 1 << 16}, False),  # no room until Python has asked for it
+        (bodies_bytes([]), {}, False),
+        (b"", {}, False),
+        (bodies_bytes([b"a"])[:-1], {}, False),
+        (bodies_bytes([b"a"]) + b"a", {}, False),
+        (b"\xff\xff\xff\xff" + bytes(4), {}, False),
+        (b"\x7f\xff\xff\xff" + bytes(4), {}, False),
+        (b"\0\0\0\x02\xff\xff\xff\xff\0\0\0\1", {}, False),
+    ],
+)
+def test_packed_messages_that_are_compiled(
+    tmp_path: Path, data: bytes, config: dict[str, Any], is_compiled: bool
+) -> None:
+    parts = new_parts(tmp_path / "s", **{"segment_bytes": 1 << 20, **config})
+    parts.router.put_many("orders", [b"first"], queue_id=1)
+    before = parts.store.max_offset
+    done = parts.router.put_packed("orders", data, 1)
+    assert (isinstance(done, bytes), parts.store.max_offset > before) == (is_compiled, is_compiled)
+    if not is_compiled:
+        assert done == 1

@@ -141,6 +141,13 @@ def test_messages_go_through_short_calls(remote: RemoteBroker, store: Store, mon
     assert [short for _, short in sent] == [True] * 7
 
 
+def test_batches_take_queues_in_turn(remote: RemoteBroker, store: Store) -> None:
+    """Also those that the compiled call declines, as they are large."""
+    store.create_topic("orders", queues=3)
+    queues = [remote.put_many("orders", [bytes(1 << 16)] * (1 + n % 2))[0].queue_id for n in range(9)]
+    assert queues == [(queues[0] + n) % 3 for n in range(9)]
+
+
 def test_deliveries_are_those_of_the_broker(remote: RemoteBroker, store: Store) -> None:
     """From several queues, and of the retry topic: the answers that have no short form, too."""
     for queue_id in (0, 1, 0):

@@ -194,7 +194,7 @@ class Broker(Closing, Sending, BrokerContract):
         store.closer = self.close
         self._router = parts.router
         self._sender = parts.router._sender
-        self._append_plain = parts.router.append_plain
+        self._append_plain, self._put_packed = parts.router.append_plain, parts.router.put_packed
         # First: nothing is delivered or counted before the messages that an ended process held are back.
         self._housekeeper.run("pop")
         if not self.own_clock:

@@ -43,13 +43,17 @@ def _put(own: Own, call: Call, spec: Spec, fields: Fields) -> None:
 
 def _put_many(own: Own, call: Call, spec: Spec, fields: Fields) -> None:
     queue_id = number(fields, "queueId") if "queueId" in fields else None
+    done = own.broker._put_packed(fields["topic"], call.frame.body, queue_id)
+    if isinstance(done, bytes):
+        call.reply(body=done)
+        return
     bodies = bodies_of(call.frame.body)
 
     def answer(receipts: Any) -> None:
         assert isinstance(receipts, SendReceipts)
         call.reply(body=receipts_bytes(receipts))
 
-    own.do(call, spec, {}, partial(own.broker.put_many, fields["topic"], bodies, queue_id=queue_id), answer)
+    own.do(call, spec, {}, partial(own.broker.put_many, fields["topic"], bodies, queue_id=done), answer)
 
 
 def _puts(own: Own, call: Call, spec: Spec, fields: Fields) -> None:

@@ -95,6 +95,10 @@ class LogTail:
             """Append one ordinary record and return its receipt, or do nothing and return None.
             It returns None if the put needs more than storing. It needs no lock."""
 
+        def _put_packed(self, queue: QueueTail, data: bytes, max_body: int) -> bytes | None:
+            """Append the messages of a packed `put_many` (`remoting/short.py`), and return their packed receipts, or do
+            nothing and return None. They become visible together, also for a signal handler. It needs no lock."""
+
 
 if not TYPE_CHECKING and kernel is not None:
     QueueTail, LogTail = kernel.QueueTail, kernel.LogTail
