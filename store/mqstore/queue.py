@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, cast
 
 from mqstore.broker.names import DEAD_LETTER, EXPIRY, queue_topic, retry_topic
-from mqstore.client.codecs import BYTES, Codec, T
+from mqstore.client.codecs import BYTES, Codec, T, encoded
 from mqstore.client.delivery import LeaseContext, Task, release, visibility_seconds
 from mqstore.client.groupsettings import begin_in, check_order, enter_group
 from mqstore.client.interceptors import Settled
@@ -236,7 +236,7 @@ class Queue(QueueItems[T]):
         """Store many items of a priority at once, which is far quicker than one by one, and return their receipts.
         Raises the errors of `put`. Raises QueueFull at once if they do not fit into `maxsize`; then nothing is
         stored."""
-        bodies = [self._codec.encode(item) for item in items]
+        bodies = encoded(self._codec, items)
         self._check_puts()
         queue_id = queue_of(self._broker, self._topic, priority, ordered=self._ordered)
         if self._maxsize:

@@ -93,3 +93,14 @@ def test_undecodable_body_is_located(codec: mqstore.Codec, body: bytes, position
     with pytest.raises(mqstore.errors.FormatError) as caught:
         codec.decode(body)
     assert caught.value.position == position
+
+
+def test_many_items_are_encoded_like_one(mq_store: mqstore.Store) -> None:
+    """Plain bytes are not encoded one by one."""
+    queue = mq_store.queue("jobs")
+    queue.put_many([b"a", bytearray(b"b"), memoryview(b"c")])
+    queue.put_many([b"d"])
+    for codec, items in ((BYTES, [b"e", "text"]), (TEXT, [b"bytes"])):
+        with pytest.raises(mqstore.errors.InvalidMessageError):
+            mq_store.queue("jobs", codec=codec).put_many(items)
+    assert [task.value for task in queue.get_many(9)] == [b"a", b"b", b"c", b"d"]
