@@ -98,6 +98,24 @@ def lost_at_first(line: int, frame: Frame) -> Frame:
     return echo(line, frame)
 
 
+def test_thread_that_has_its_answer_lets_another_one_read() -> None:
+    both = threading.Barrier(2)
+
+    def answer(line: int, frame: Frame) -> Frame:
+        if frame.body == b"first":
+            both.wait(20)
+        return echo(line, frame)
+
+    with connected(answer) as (script, connection), ThreadPoolExecutor(2) as pool:
+        for number in range(1, 40, 2):
+            calls = [pool.submit(connection.call, ECHO, b"first")]
+            until(lambda number=number: len(script.requests) == number)
+            calls.append(pool.submit(connection.call, ECHO, b"second"))
+            until(lambda: len(connection.line.waiting) == 2)  # type: ignore[union-attr]
+            both.wait(20)
+            assert [call.result(20).body for call in calls] == [b"first", b"second"]
+
+
 def test_withdrawn_call_is_not_called_back() -> None:
     found: list[object] = []
     with connected(lambda line, frame: None if frame.body else Frame(0)) as (_, connection):
