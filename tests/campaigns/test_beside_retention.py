@@ -74,6 +74,7 @@ def write(path: Path, seed: int, ready: int) -> None:
             for turn in _puts(rng, log.put_many):
                 log.drop_before(log.max_offset - kept)
                 if turn == 100:
+                    log.dispatch()  # a reader finds no topic before
                     os.write(ready, b"!")
     with mqstore.open(path, config=config) as store:
         store.create_topic("orders", queues=QUEUES)
