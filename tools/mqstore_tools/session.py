@@ -155,15 +155,14 @@ def delete_after_asking(
 def purge_after_asking(
     count: int, what: str, row: dict[str, Any], purge: Callable[[], int], *, dry_run: bool, yes: bool
 ) -> None:
-    """Run `purge` if there are `count` things like "dead letters of billing" and the user agrees. It returns their
-    number then."""
-    if dry_run or not count:
-        text = f"would purge {count} {what}" if count else f"no {what} to purge"
-        print_done({"dry_run": dry_run, **row, "count": count}, text)
-        return
-    ask(safe(f"Purge {count} {what}?"), yes=yes)
-    count = purge()
-    print_done({"dry_run": False, **row, "count": count}, f"purged {count} {what}")
+    """Run `purge` if the user agrees. `count` is the number of things like "dead letters of billing" that are there, and
+    `purge` returns the number of those that it removed."""
+    if not dry_run:
+        if count:
+            ask(safe(f"Purge {count} {what}?"), yes=yes)
+        count = purge()  # also if there are none: a store that may not be written is refused
+    verb = "would purge" if dry_run else "purged"
+    print_done({"dry_run": dry_run, **row, "count": count}, f"{verb} {count or 'no'} {what}")
 
 
 class Commands(WithExamples, click.Group):
