@@ -398,7 +398,7 @@ class _Demo:
 )
 @click.option("--limit-mb", type=NumberRange(min=0, min_open=True), help="Only a sample of about so much source.")
 @click.option("--seed", type=int, help="Repeats the sample, the plan of the kills and the damage of another run.")
-def demo(directory: Path | None, limit_mb: float | None, seed: int | None, json_output: bool) -> None:
+def demo(directory: Path | None, limit_mb: float | None, seed: int | None) -> None:
     """Store, kill, recover, read, inspect and break a real workload.
 
     Every line of the Python standard library becomes a message. The writing process is killed twice with SIGKILL, and
@@ -407,7 +407,7 @@ def demo(directory: Path | None, limit_mb: float | None, seed: int | None, json_
     """
     screen = render.console()
     screen.width = min(screen.width, 100)  # longer lines are hard to read
-    screen.quiet = json_output
+    screen.quiet = render.json_asked()
     seed = random.randrange(1_000_000) if seed is None else seed
     rng = random.Random(seed)
     if directory is not None and directory.exists() and any(directory.iterdir()):
@@ -436,7 +436,7 @@ def demo(directory: Path | None, limit_mb: float | None, seed: int | None, json_
             shutil.rmtree(root, ignore_errors=True)
         elif directory is None:
             screen.print(Text("\n   " + render.safe(f"{root} is kept")))
-    if json_output:
+    if render.json_asked():
         render.print_json({"seed": seed, "directory": str(root) if keep else None, "ok": not work.failed, **work.facts})
     finish(work.failed)
 

@@ -39,8 +39,8 @@ from mqstore.jobs.options import (
 )
 from mqstore.jobs.optiontable import unknown_option
 from mqstore.jobs.plan import plan
-from mqstore.jobs.tasks import read_slices
 from mqstore.jobs.views import VIEWS, view_batch, view_stores
+from mqstore.spark.slices import SliceReader
 
 
 def register_source(spark: Any) -> None:
@@ -168,24 +168,6 @@ def _check_schema(options: SourceOptions, schema: StructType) -> Any:
                 f"schema: column {field.name!r} is {has}, not {given}; columns and their values can be null"
             )
     return "string" if as_string else "binary"
-
-
-class SliceReader:
-    """Reader of slices, of which tasks get copies."""
-
-    def __init__(self, options: SourceOptions, columns: list[str], body_as: Any) -> None:
-        self._options = options
-        self._columns = columns
-        self._body_as = body_as
-
-    def read(self, partition: InputPartition) -> Iterator[Any]:
-        settle()
-        if partition is not None and partition.value is not None:  # else an empty batch
-            with plain_errors():
-                yield from self._read(partition.value)
-
-    def _read(self, value: Any) -> Iterator[Any]:
-        return read_slices(self._options, self._columns, self._body_as, value)
 
 
 class MQStoreReader(SliceReader, DataSourceReader):

@@ -23,7 +23,7 @@ from mqstore.errors import ConfigError, MQStoreError
 from mqstore.jobs.errors import plain_errors
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.progress import Limit, StreamProgress
-from mqstore.spark.source import SliceReader
+from mqstore.spark.slices import SliceReader
 
 
 class MQStoreStreamReader(SliceReader, DataSourceStreamReader):

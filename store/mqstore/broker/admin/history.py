@@ -376,7 +376,7 @@ class _Deliveries:
         """Add the events of a record. One with invalid members has none."""
         with suppress(KeyError, TypeError, ValueError, AttributeError):
             if kind == POP:
-                self._pop(position, value)
+                self._pop(position, at_ms, value)
             elif kind in (SKIP, RESET):
                 key, named = QueueKey(value["c"], value["t"], value["q"]), value["o"]
                 for place in [_Place(key.group, *each) for each in self._copies if each[:2] == key[1:]]:
@@ -404,22 +404,25 @@ class _Deliveries:
         self._seen.add(what)
         return len(self._seen) > before
 
-    def _pop(self, position: int, value: Any) -> None:
+    def _pop(self, position: int, at_ms: int | None, value: Any) -> None:
         start, pop_ms, lasts_ms = map(_whole, (value["so"], value["pt"], value["it"]))
         kept, local, due_ms = value.get("cm", 0) | value.get("rel", 0), value.get("l") == 1, pop_ms + lasts_ms
+        in_order = value.get("f") == 1
         for i, distance in enumerate(value["d"]):
             place = _Place(value["c"], value["t"], value["q"], start + _whole(distance))
             copy, last = self._copies.get(place[1:]), self._leases.get(place)
-            if copy is None or kept >> i & 1:
+            if copy is None or (in_order and kept >> i & 1):
                 continue
             self._batches.setdefault(position, set()).add(place)
             if lasts_ms <= 0:  # it shows the cursor, or replaces a lost record
                 self._leases.setdefault(place, _Lease(due_ms, local))
+                if kept:
+                    self._change(place, ACK, at_ms, value)
             elif self._is_new(place, pop_ms):
                 if last is not None and not last.ended:  # in order, no record says that
                     self._end(place, last, pop_ms, REOPENED if last.local and pop_ms < last.due_ms else "")
                 self._leases[place] = _Lease(due_ms, local)
-                attempt = 1 + value.get("oc", {}).get(str(place.offset), 0) if value.get("f") == 1 else copy.attempt
+                attempt = 1 + value.get("oc", {}).get(str(place.offset), 0) if in_order else copy.attempt
                 whom = "in the store's process" if local else "by a client"
                 self._add(place, pop_ms, "delivered", attempt=attempt, until_ms=due_ms, reason=whom)
 
