@@ -14,6 +14,7 @@ import mqstore
 from mqstore import Store, StoreConfig
 from mqstore.engine import SimulatedClock
 from mqstore.layout.record import decode_record
+from mqstore.remoting.codes import Code
 from tests.serve.support import LITE_PULL, ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, UNLOCK, Client, queues_of, serving
 
 
@@ -336,6 +337,18 @@ def test_flags_of_a_client_make_no_transaction(client: Client, store: Store) -> 
 def test_damaged_heartbeat_is_refused(client: Client, body: bytes) -> None:
     assert client.ask(34, body=body).code == 29
     assert client.ask(38, {"consumerGroup": "billing"}).code == 1
+
+
+@pytest.mark.parametrize("code", [Code.CHECK_CLIENT_CONFIG, Code.LOCK_BATCH_MQ, Code.BATCH_ACK_MESSAGE])
+@pytest.mark.parametrize("value", ["orders", 7, ["orders"], {"expressionType": ["SQL92"]}, [{"topic": "orders"}]])
+def test_body_whose_members_are_other_things_is_refused(
+    client: Client, code: Code, value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = dict.fromkeys(("subscriptionData", "mqSet", "acks"), value)
+    answer = client.ask(code, body=json.dumps(body).encode())
+    is_filter = code == Code.CHECK_CLIENT_CONFIG and isinstance(value, dict)
+    assert answer.code == (0 if is_filter else 29)
+    assert "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, bytes.fromhex("16030100c8010000c40303")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from struct import Struct
 from typing import Any, Final
 
@@ -54,6 +55,15 @@ def loads(body: bytes | str) -> dict[str, Any]:
     if type(value) is not dict:
         raise FormatError("the body is not a JSON object", "body", 0)
     return value
+
+
+@contextmanager
+def read_body() -> Iterator[None]:
+    """Read the members of a body: raises FormatError if one is missing or is another thing."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise FormatError(f"the body is damaged: {error!r}", "body", 0) from None
 
 
 def batch_item(flag: int, body: bytes, properties: Mapping[str, str]) -> bytes:

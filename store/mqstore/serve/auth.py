@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from mqstore.broker.names import DLQ_PREFIX, RETRY_PREFIX
-from mqstore.errors import ConfigError, FormatError, NotPermittedError
+from mqstore.errors import ConfigError, NotPermittedError
 from mqstore.remoting.codes import DEFAULT_TOPIC, Code
-from mqstore.remoting.shapes import dumps, loads
+from mqstore.remoting.shapes import dumps, loads, read_body
 from mqstore.remoting.signing import ACCESS_KEY, SIGNATURE, bytes_of, signature_of
 
 if TYPE_CHECKING:
@@ -138,10 +138,8 @@ def _needs(call: Call) -> Needs:
     code = call.frame.code
     if (text := _BODIES.get(code)) is not None:
         body = loads(call.frame.body)
-        try:
+        with read_body():
             yield from [(kind, str(name)) for kind, path in _rights(text) for name in _named(body, path)]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise FormatError(f"the body is damaged: {error!r}", "body", 0) from None
     elif (text := _NEEDS.get(code)) is not None:
         yield from ((kind, name) for kind, field in _rights(text) if (name := call.values[field]) is not None)
     else:
@@ -163,7 +161,7 @@ def _reduce(frame: Frame, user: _User, key: str) -> None:
     """Leave in a heartbeat only the groups and topics that the user may consume."""
     body = loads(frame.body)
     kept, dropped = [], []
-    try:
+    with read_body():
         for consumer in body.get("consumerDataSet") or ():
             topics = consumer.get("subscriptionDataSet") or ()
             allowed = [each for each in topics if user.may("sub", str(each["topic"]))]
@@ -172,8 +170,6 @@ def _reduce(frame: Frame, user: _User, key: str) -> None:
                 kept.append({**consumer, "subscriptionDataSet": allowed})
             else:
                 dropped.append(consumer["groupName"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise FormatError(f"the heartbeat is damaged: {error!r}", "body", 0) from None
     if dropped:
         _log.warning("a heartbeat of access key %r loses %.500s: no right to consume", key, dropped)
     frame.body = dumps({**body, "consumerDataSet": kept})

@@ -19,7 +19,7 @@ from mqstore.client.allocation import STRATEGIES, Strategy
 from mqstore.errors import FormatError, ResultCode
 from mqstore.log.commitlog import QueueRef
 from mqstore.remoting.codes import QUERY_NOT_FOUND, Code
-from mqstore.remoting.shapes import dumps, loads, queue_key
+from mqstore.remoting.shapes import dumps, loads, queue_key, read_body
 
 if TYPE_CHECKING:
     from mqstore.serve.connection import Call
@@ -56,9 +56,12 @@ def _consumer_list(server: Server, call: Call) -> None:
 
 def _check_client(server: Server, call: Call) -> None:
     """Check the filter of a subscription. A consumer asks before it starts."""
-    data = loads(call.frame.body).get("subscriptionData") or {}
-    if data.get("expressionType") == "SQL92":
-        server.broker.filter(str(data.get("subString")), "SQL92")
+    body = loads(call.frame.body)
+    with read_body():
+        data = body.get("subscriptionData") or {}
+        kind, text = data.get("expressionType"), str(data.get("subString"))
+    if kind == "SQL92":
+        server.broker.filter(text, "SQL92")
     call.reply()
 
 
@@ -124,11 +127,9 @@ def _unlock(server: Server, call: Call) -> None:
 
 def _lock_request(call: Call) -> tuple[str, str, list[QueueRef]]:
     body: Mapping[str, Any] = loads(call.frame.body)
-    try:
+    with read_body():
         queues = [QueueRef(str(each["topic"]), int(each["queueId"])) for each in body.get("mqSet") or ()]
         return str(body["consumerGroup"]), str(body["clientId"]), queues
-    except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"the request for locks is damaged: {error!r}", "body", 0) from None
 
 
 # -- assignments ----------------------------------------------------------------------------------------------------

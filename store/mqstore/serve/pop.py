@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, Final
 from mqstore.broker.filters.filter import Filter
 from mqstore.broker.names import BROKER_NAME, popped_topic
 from mqstore.contract import MAX_BATCH, Delivery
-from mqstore.errors import FormatError, GroupNotFoundError, ReceiptExpiredError, ResultCode
+from mqstore.errors import GroupNotFoundError, ReceiptExpiredError, ResultCode
 from mqstore.remoting.codes import POLLING_FULL, POLLING_NOT_FOUND, Code
-from mqstore.remoting.shapes import loads
+from mqstore.remoting.shapes import loads, read_body
 from mqstore.serve.pull import WAIT_MS_MAX
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def _batch_ack(server: Server, call: Call) -> None:
 def _acks(body: Mapping[str, Any]) -> Iterator[tuple[str, str, list[str]]]:
     """Yield (group, topic, receipts) of each entry. Raises FormatError."""
     count = 0
-    try:
+    with read_body():
         for each in body.get("acks") or ():
             group, bitmap = str(each["c"]), str(each["b"])
             if len(bitmap) > _BITS_MAX:
@@ -207,8 +207,6 @@ def _acks(body: Mapping[str, Any]) -> Iterator[tuple[str, str, list[str]]]:
                 raise ValueError(f"more than {_ACKS_MAX} receipts")
             if receipts:
                 yield group, popped_topic(group, str(each["t"])), receipts
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FormatError(f"the acknowledgements are damaged: {error!r}", "body", 0) from None
 
 
 def _settle(server: Server, call: Call, work: Callable[..., Any], answer: Callable[[Any], object]) -> None:

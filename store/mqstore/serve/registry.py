@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from mqstore.errors import FormatError
+from mqstore.remoting.shapes import read_body
 
 if TYPE_CHECKING:
     from mqstore.serve.connection import Connection
@@ -198,7 +198,7 @@ def consumers_of(body: Mapping[str, Any], connection: Connection) -> Mapping[str
 
 def _heartbeat(body: Mapping[str, Any], connection: Connection) -> tuple[str, dict[str, Consumer], list[str]]:
     """Return client id, consumers by group, and producer groups of a heartbeat."""
-    try:
+    with read_body():
         client_id = _name(body["clientID"])
         consumers = {
             _name(each["groupName"]): Consumer(
@@ -211,8 +211,6 @@ def _heartbeat(body: Mapping[str, Any], connection: Connection) -> tuple[str, di
             for each in body.get("consumerDataSet") or ()
         }
         return client_id, consumers, [_name(each["groupName"]) for each in body.get("producerDataSet") or ()]
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise FormatError(f"the heartbeat is damaged: {error!r}", "body", 0) from None
 
 
 def _subscriptions(data: Any) -> Iterator[tuple[str, Subscription]]:
