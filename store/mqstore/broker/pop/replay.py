@@ -187,7 +187,8 @@ class Replay:
         elif key in self._unsaid:  # an earlier opening has logged it
             self._unsaid[key].difference_update(offsets)
         state.replace(batch, offsets)
-        state.settle(batch, [offset for i, offset in enumerate(offsets) if value.get("cm", 0) >> i & 1])
+        if value.get("cm"):  # it only shows the cursor (`ACKED`)
+            state.settle(batch, offsets[:1])
         state.cursor = max(state.cursor, cursor)
 
     def _say(self, now_ms: int) -> None:
