@@ -24,20 +24,19 @@ from __future__ import annotations
 
 import sys
 import zlib
-from contextlib import suppress
 from functools import cached_property, partial
 from itertools import repeat
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mqstore import arrays as np
-from mqstore.errors import FormatError
 from mqstore.layout import record as _record
 from mqstore.layout.encode import header_dtype
 from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES
 from mqstore.layout.properties import CRC32, CRC_TAIL_BYTES
 from mqstore.layout.record import (
     BLANK_BYTES,
+    IPV6_EXTRA,
     MAGIC_V1,
     MAGIC_V2,
     MIN_RECORD_BYTES,
@@ -45,7 +44,6 @@ from mqstore.layout.record import (
     Checksum,
     check_record,
     crc_tail_fault,
-    measure,
     record_checksum,
 )
 from mqstore.native import kernel
@@ -61,7 +59,7 @@ if TYPE_CHECKING:
 
 
 _HOSTS: Final = (_record.BORN_HOST_V6, _record.STORE_HOST_V6)
-_MOVED: Final = ("store_timestamp_ms", "reconsume_times", "prepared_transaction_offset")
+_MOVED: Final = ("store_timestamp_ms", "reconsume_times", "prepared_transaction_offset", "body_size")
 """Fields that an IPv6 host before them moves."""
 
 # Both magics begin with the same three bytes, so one of two 16-bit values is at an even address, wherever a magic is.
@@ -286,7 +284,10 @@ class Headers:
         """Return the fields before the body (`HEADER_FIELDS`), hosts of IPv6 cut to the size of IPv4."""
         # One copy of 88 bytes a record, so that every later column reads dense memory instead of the segment.
         positions, kind = self.positions, header_dtype(IPV4_BYTES, IPV4_BYTES)
-        heads = collect(self._view, positions, np.full(len(positions), kind.itemsize, np.int64)).view(kind)
+        if kernel is not None:
+            heads = collect(self._view, positions, np.full(len(positions), kind.itemsize, np.int64)).view(kind)
+        else:
+            heads = everywhere(self._view, f"V{kind.itemsize}")[positions].view(kind)
         flags = heads["sys_flag"].astype(np.int32) & sum(_HOSTS)
         for bits in np.unique(flags).tolist() if flags.any() else ():  # seldom
             moved = header_dtype(*(IPV6_BYTES if bits & host else IPV4_BYTES for host in _HOSTS))
@@ -352,13 +353,32 @@ class Headers:
             good, table = np.empty(len(self), np.bool_), np.empty((6, len(self)), np.int64)
             kernel.measure(self._view, self.positions, good, table)
             return good, *table
-        good, table = np.zeros(len(self), np.bool_), np.zeros((6, len(self)), np.int64)
-        for row, position in enumerate(self.positions.tolist()):
-            with suppress(FormatError):
-                shape = measure(self._view, position, len(self._view))
-                if shape.topic_size:
-                    good[row], table[:, row] = True, shape[1:]
-        return good, *table
+        # With arrays, since reading, verification and recovery take the parts of all records.
+        positions, size, magic, flags = self.positions, self.size.astype(np.int64), self.magic, self.sys_flag
+        extra = sum((flags & host != 0).astype(np.int64) * IPV6_EXTRA for host in _HOSTS)
+        body_size = self.heads["body_size"].astype(np.int64)
+        second = (magic == MAGIC_V2).astype(np.int64)  # V2 has one more byte of topicLength
+        spare = size - MIN_RECORD_BYTES - extra - second  # bytes left for body, topic and properties
+        ok = (magic == MAGIC_V1) | (second != 0)
+        ok &= (spare > 0) & (positions + size <= len(self._view)) & (body_size >= 0) & (body_size < spare)
+
+        data: np.NDArray[np.uint8] = np.ndarray((len(self._view),), np.uint8, self._view)
+        body = positions + self.heads.itemsize + extra
+        at = np.where(ok, body + body_size, 0)
+        topic_size = data.view(np.int8)[at].astype(np.int64)
+        rows = np.flatnonzero(ok & (second != 0))
+        topic_size[rows] = _column(self._view, at[rows], ">i2")
+        topic = at + 1 + second
+        spare -= body_size
+        ok &= (topic_size > 0) & (topic_size <= spare)
+
+        at = np.where(ok, topic + topic_size, 0)
+        properties_size = _column(self._view, at, ">i2").astype(np.int64)
+        ok &= properties_size == spare - topic_size
+        parts = (body, body_size, topic, topic_size, at + 2, properties_size)
+        for column in parts:
+            column[~ok] = 0
+        return ok, *parts
 
     @cached_property
     def ok(self) -> _Bools:
