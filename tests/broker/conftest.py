@@ -22,7 +22,7 @@ def clock() -> SimulatedClock:
 
 @pytest.fixture
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    """Of the class `Bench` that the test's module has, if any."""
+    """An object of the test module's class `Bench`, or of the common one if the module has none."""
     bench = getattr(request.module, "Bench", Bench)(tmp_path / "store")
     yield bench
     if not bench.broker.store.closed:

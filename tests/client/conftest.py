@@ -36,8 +36,8 @@ folder there."""
 
 ALL = os.environ.get("MQSTORE_TEST_CONNECT") == "1"
 _STEP = 5
-"""A test with `then` (go on, restart or kill) runs every combination of its parameters in this process, and every fifth
-one by connect and asyncio. Each value of each parameter is among those."""
+"""A test with the parameter `then` (go on, restart or kill) runs with every combination of its parameters in this
+process. By connect and by asyncio it runs with every fifth one, which includes each value of each parameter."""
 _LISTENERS = "counts the listeners in the broker's tables"
 _THREADS = "counts threads, and a connection has some of its own"
 _BELLS = "replaces the waits of all threads, and a connection has some of its own"

@@ -74,7 +74,7 @@ def test_each_loss_is_reported_once(world: World) -> None:
 
 @in_groups
 def test_offset_beyond_the_end_is_moved_back_and_reported(world: World) -> None:
-    """As after a crash that cost the log its tail."""
+    """A crash that cut the end of the log leaves such an offset."""
     witness = Told()
     world.put("0", "1")
     commit_unchecked(world.store.broker, 9)

@@ -1,4 +1,4 @@
-"""What every kind of consumer has of its group: its share, its messages, its topics, its offsets."""
+"""Members of a group: each kind of consumer gets its share, its topics and the group's offsets."""
 
 from __future__ import annotations
 

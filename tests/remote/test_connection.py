@@ -28,7 +28,7 @@ from tests.waiting import until
 
 ECHO = 500
 Answer = Callable[[int, Frame], Frame | bytes | None]
-"""What a `Script` answers to a request on its n-th connection: bytes as they are."""
+"""Function of a `Script`: its answer to a request on the n-th connection. Bytes are sent as they are."""
 
 
 def address_of(listener: socket.socket) -> str:

@@ -155,8 +155,8 @@ def delete_after_asking(
 def purge_after_asking(
     count: int, what: str, row: dict[str, Any], purge: Callable[[], int], *, dry_run: bool, yes: bool
 ) -> None:
-    """Run `purge` if the user agrees. It removes things like "dead letters of billing", of which there are `count`, and
-    returns the number of those that it removed."""
+    """Run `purge`, which returns the number of messages that it removed, if the user agrees.
+    `count` is the number that it would remove, and `what` describes them, such as "dead letters of billing"."""
     if not dry_run:
         if count:
             ask(safe(f"Purge {count} {what}?"), yes=yes)

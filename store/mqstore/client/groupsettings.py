@@ -27,8 +27,8 @@ from mqstore.log.reading.reader import to_ms
 
 
 class _Beginnings:
-    """Where a consumer begins: at `start`, or with None at the group's own.
-    In a topic that came after it had subscribed that is the first message, since all came after "latest"."""
+    """Start of a consumer in queues that it has not read yet: `start`, or the group's own if that is None.
+    If this is "latest", a topic that did not exist when the consumer subscribed is read from its first message."""
 
     def __init__(self, broker: BrokerContract, group: str, start: Start | None) -> None:
         self._broker = broker

@@ -1,4 +1,4 @@
-"""What readers of queries and of streams share: how a task reads its slices."""
+"""Reading of slices in a task, for queries and for streams."""
 
 from __future__ import annotations
 

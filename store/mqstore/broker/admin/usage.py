@@ -121,13 +121,13 @@ def disk_usage(
         }
         bound = listed if front is None else max(0, front["physical_offset"] - front["reach"])
         known = front is not None or not not_shown
-        while "retention" not in result:
+        while True:
             try:
                 first = store.log_files.min_offset
                 result["retention"] = _retention(store, policy, bound if known else first, listed)
-            except FileNotFoundError:  # the writer's retention deleted a segment
-                if not store.log_files.refresh():
-                    raise
+                break
+            except FileNotFoundError:  # a writer has just deleted the first segments
+                store.news.list_again()
         if front is not None:
             since = None
             with suppress(LookupError):

@@ -116,6 +116,7 @@ class PullConsumer:
         self._joined = False
         self._on_assign: Told | None = None
         self._on_revoke: Told | None = None
+        # Not told of the topics that exist (`enter`), because `subscribe` begins in their queues at once.
         self._progress = GroupProgress(broker, group, self.client_id, start)
         self._positions = Positions(broker, group, self._progress, self._hooks, self._filter_of, auto_commit)
         self._lost: set[QueueRef] = set()
