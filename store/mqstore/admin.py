@@ -8,7 +8,7 @@
 ...     with mqstore.open(folder) as store:
 ...         store.broker.topics.create("orders", queues=4).write_queues
 ...     with look(folder) as opened:
-...         opened.topics.names(), opened.group_names()
+...         opened.topics.names(), opened.groups.names()
 4
 (['orders'], [])
 """
@@ -58,7 +58,6 @@ __all__ = [
     "look",
     "offline",
     "operations",
-    "plan_snapshot",
     "queue_name",
     "queue_topic",
     "rebuild_config",
@@ -88,7 +87,11 @@ def snapshot(
     target: str | os.PathLike[str],
     *,
     link: bool = False,
+    dry_run: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> SnapshotReport:
-    """Copy the store at `path`, in use by another process or not, to the folder `target`, as `Store.snapshot` does."""
+    """Copy the store at `path`, in use by another process or not, to the folder `target`, as `Store.snapshot` does.
+    With `dry_run` only `plan` of the report is filled, and nothing is changed."""
+    if dry_run:
+        return SnapshotReport(plan_snapshot(path, target, link=link))
     return snapshot_store(path, target, link=link, progress=progress, json_checks=CONFIG_CHECKS)

@@ -29,7 +29,7 @@ DEFAULT_DELAY_LEVELS = "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 
 DEFAULT_MESSAGE_BYTES = 4 << 20
 
 _INT_MAX = 0x7FFF_FFFF
-_UNIT_MS = {"s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+UNIT_MS = {"s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _LEVEL = re.compile(r"(\d{1,9})([smhd])")
 
 
@@ -114,7 +114,7 @@ def delay_table_ms(levels: str) -> tuple[int, ...]:
             raise ConfigError(
                 f"delay_levels: {word!r} is not a number followed by s, m, h or d, as in {DEFAULT_DELAY_LEVELS!r}"
             )
-        table.append(int(match[1]) * _UNIT_MS[match[2]])
+        table.append(int(match[1]) * UNIT_MS[match[2]])
     if not table:
         raise ConfigError(f"delay_levels is empty; the default is {DEFAULT_DELAY_LEVELS!r}")
     return tuple(table)

@@ -41,7 +41,7 @@ from mqstore.client.push.handlers import check_handler, check_has_run
 from mqstore.client.push.workers import Worker, Workers, at_signals
 from mqstore.client.renewal import Held, Renewer
 from mqstore.errors import ConfigError, MQStoreError, QueueShutDown, StoreClosedError
-from mqstore.options import _UNIT_MS, Duration, check_whole, seconds
+from mqstore.options import UNIT_MS, Duration, check_whole, seconds
 from mqstore.signalsafe import Bell, Gate, Lock
 
 if TYPE_CHECKING:
@@ -389,7 +389,7 @@ def interval_ms(rate: str) -> float:
     match = _RATE.fullmatch(str(rate))
     interval = 0.0
     if match is not None and float(match[1]):
-        interval = float(match[2] or 1) * _UNIT_MS[match[3]] / float(match[1])
+        interval = float(match[2] or 1) * UNIT_MS[match[3]] / float(match[1])
     if not 0 < interval < math.inf:
         raise ConfigError(f"rate is a number per s, m, h or d, such as '10/s', '90/h' or '1/2.5s', not {rate!r:.80}")
     return interval

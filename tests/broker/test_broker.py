@@ -489,7 +489,7 @@ def test_impossible_attempts_are_refused(tmp_path: Path) -> None:
         lambda broker: broker.nack("g", "t", "0 0 0 0 0 mqstore 0 0", math.inf),
         lambda broker: broker.send_back("g", 0, delay=math.inf),
         lambda broker: broker.groups.create("h", retry_policy=mqstore.RetryPolicy(delays=[1, math.inf])),
-        lambda broker: broker.groups.create("h", retry_policy=mqstore.RetryPolicy.exponential(maximum=math.inf)),
+        lambda broker: broker.groups.create("h", retry_policy=mqstore.exponential(maximum=math.inf)),
     ],
 )
 def test_infinite_times_are_refused(tmp_path: Path, call: Callable[[Broker], object]) -> None:

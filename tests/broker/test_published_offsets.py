@@ -12,7 +12,7 @@ import pytest
 
 from mqstore.broker.admin.contents import inspect_store
 from mqstore.broker.admin.inspect import PopView, group_names, lag_of
-from mqstore.broker.admin.offline import offline
+from mqstore.broker.admin.operations import of_directory as operations
 from mqstore.broker.context import open_tables
 from mqstore.broker.names import START_GROUP, QueueKey
 from mqstore.broker.tables.external_offsets import publish
@@ -163,7 +163,6 @@ def test_group_of_a_closed_store_can_be_deleted(tmp_path: Path) -> None:
     owner = Owner(tmp_path / "s")
     owner.store.close()
     owner.publish(4)
-    with offline(owner.path) as opened:
-        opened.delete_group("sp")
+    operations(owner.path).delete_group("sp")
     with ReadOnlyMessageStore(owner.path, fs=QUIET) as store:
         assert group_names(open_tables(store)) == []

@@ -588,7 +588,7 @@ async def test_a_send_that_is_cancelled_leaves_the_producer_as_it_was(
         futures = [await producer.submit(f"t{steps}", b"%d" % i, queue_id=0) for i in range(6)]
         await producer.flush()
         offsets = [(await each).offset for each in futures]
-    assert producer.closed
+    assert "closed" in repr(producer)
     stored = [m.body async for m in store.iter(f"t{steps}", 0)]
     assert [stored[offset] for offset in offsets] == [b"%d" % i for i in range(6)]
     assert offsets == sorted(offsets)
@@ -659,7 +659,7 @@ def test_a_closing_that_is_cancelled_comes_to_its_end(tmp_path: Path, steps: int
         await consumer.subscribe("t")
         assert len(await consumer.poll()) == 1
         await cancelled_after(steps, consumer.close())
-        assert consumer.closed or steps == 0
+        assert "closed" in repr(consumer) or steps == 0
         await cancelled_after(steps, store.close())
         assert store.closed or steps == 0
         await store.close()

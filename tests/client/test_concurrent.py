@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mqstore import BatchFailure, Message, PushConsumer, QueueRef, Reject, Retry, RetryPolicy, cancelled
+from mqstore import BatchFailure, Message, PushConsumer, QueueRef, Reject, Retry, RetryPolicy, cancelled, exponential
 from mqstore.errors import ConfigError, NotPermittedError, StoreFullError
 from tests.client.pushsupport import PushBench, Told, engine_of, hook, unsettled
 from tests.client.support import failing, turns_left, workers_of
@@ -175,7 +175,7 @@ def test_batch_failure_of_untried_messages_only_is_refused(bench: PushBench) -> 
     [
         (RetryPolicy(9), LEVELS_S),
         (RetryPolicy(4, delays=[0, 2]), [0, 2, 2]),
-        (RetryPolicy.exponential(1, 5, 60, max_attempts=5), [1, 5, 25, 60]),
+        (exponential(1, 5, 60, max_attempts=5), [1, 5, 25, 60]),
         (RetryPolicy(1), []),
     ],
     ids=["levels", "custom", "exponential", "one"],

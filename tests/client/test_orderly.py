@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import BatchFailure, Message, QueueRef, Reject, Retry, RetryPolicy, cancelled
+from mqstore import BatchFailure, Message, QueueRef, Reject, Retry, RetryPolicy, cancelled, exponential
 from mqstore.errors import StoreBusyError
 from tests.client.orderlysupport import Bench
 from tests.client.pushsupport import hook
@@ -140,7 +140,7 @@ S = 1_000
         (ValueError, {"retry": RetryPolicy(9, [3, 7])}, [3 * S, 7 * S, 7 * S]),
         (ValueError, {"retry": RetryPolicy(9, [3, 7]), "suspend": 0.01}, [10, 10]),
         (ValueError, {"retry": RetryPolicy(9, [0, 90])}, [10, 60 * S]),
-        (ValueError, {"retry": RetryPolicy.exponential(1, 3, 100)}, [S, 3 * S, 9 * S, 27 * S, 60 * S]),
+        (ValueError, {"retry": exponential(1, 3, 100)}, [S, 3 * S, 9 * S, 27 * S, 60 * S]),
         (ValueError, {"retry": RetryPolicy(9)}, [S, 5 * S, 10 * S, 30 * S, 60 * S, 60 * S]),
     ],
 )

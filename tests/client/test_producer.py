@@ -1403,7 +1403,6 @@ def test_a_block_is_checked_only_with_a_checker(bench: Bench) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_is_sent_once_the_producer_or_its_store_was_closed(bench: Bench, way: str) -> None:
     for producer in (bench.producer(), bench.producer(interceptors=[Recorder()])):
-        assert not producer.closed
         producer.close()
         producer.close()
         assert repr(producer).endswith(" closed>")
@@ -1434,7 +1433,7 @@ def test_with_closes_and_stores_what_was_submitted_even_when_it_raises(broker: B
     with pytest.raises(ValueError, match="mine"), producer:  # noqa: PT012
         producer.submit("orders", b"x")
         raise ValueError("mine")
-    assert producer.closed
+    assert "closed" in repr(producer)
     assert [m.body for m in broker.store.iter("orders")] == [b"x"]
 
 

@@ -308,7 +308,6 @@ def test_all_queues_can_be_paused(broker: Broker) -> None:
     consumer = subscribed(broker)
     consumer.poll(0, 1)
     consumer.pause()
-    assert consumer.paused() == set(Q[:4])
     assert look(consumer) == []
     consumer.resume()
     assert look(consumer) == ["b"]
@@ -424,7 +423,6 @@ def test_closed_consumer_raises(broker: Broker) -> None:
         with pytest.raises(StoreClosedError):
             call()
     assert list(consumer) == []
-    assert consumer.closed
     assert "closed" in repr(consumer)
 
 
@@ -901,6 +899,6 @@ def test_a_store_closes_its_consumers_and_claims_nothing_for_them(tmp_path: Path
         consumer.subscribe("orders")
         assert texts(consumer.poll(0) + consumer.poll(0)) == ["a", "b"]
 
-    assert consumer.closed
+    assert "closed" in repr(consumer)
     with mqstore.open(tmp_path / "mq") as store:
         assert store.committed("g", Q[0]) == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import mqstore
-from mqstore import RetryPolicy, StoreConfig
+from mqstore import RetryPolicy, StoreConfig, exponential
 from tests.interop.comparing import assert_same, seen_by_java, seen_by_us
 from tests.interop.javaengine import SIZES, JavaEngine
 from tests.waiting import until
@@ -31,7 +31,7 @@ def test_a_java_broker_knows_our_topics_groups_and_progress(path: Path, engine: 
         broker.topics.create("steps", queues=1, message_type="FIFO")
         broker.topics.create("quiet", queues=1, perm=4)
         broker.groups.create("billing", retry_policy=RetryPolicy(5, [1, 60]))
-        broker.groups.create("audit", retry_policy=RetryPolicy.exponential(3, 2, 600), orderly=True)
+        broker.groups.create("audit", retry_policy=exponential(3, 2, 600), orderly=True)
         for i in range(7):
             store.put("orders", b"%d" % i, queue_id=i % 2)
             store.put("steps", b"%d" % i, queue_id=0)

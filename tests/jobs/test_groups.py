@@ -12,7 +12,7 @@ import pytest
 
 import mqstore as library
 from mqstore import SimulatedClock
-from mqstore.broker.admin.offline import offline
+from mqstore.admin import offline, operations
 from mqstore.broker.names import QueueKey
 from mqstore.errors import ConfigError
 from mqstore.jobs import dlq_report, dlq_resend, lag_report, select, trace
@@ -224,7 +224,7 @@ def test_lag_is_known_without_a_broker_and_changes_nothing(tmp_path: Path) -> No
 
     with offline(tmp_path / "s") as opened:
         assert [(each.queue_id, each.messages) for each in opened.lag("jobs")] == [(0, 1)]
-        assert opened.suspended("jobs") == {}
+    assert [each.suspended for each in operations(tmp_path / "s").groups("jobs")] == [{}]
 
 
 # -- traces ------------------------------------------------------------------------------------------------------------

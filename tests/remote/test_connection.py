@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import Message, RetryPolicy, Store
+from mqstore import Message, Store, exponential
 from mqstore.errors import ConfigError, ConnectionLostError, InvalidMessageError, StoreClosedError
 from mqstore.remote.connection import Connection
 from mqstore.remoting.calls import CALLS
@@ -462,7 +462,7 @@ def test_reads_of_a_store(store: Any, behind: Store, tmp_path: Path) -> None:
 
 
 def test_retry_policy_and_settings_travel(store: Any) -> None:
-    policy = RetryPolicy.exponential(1, 3, 9, max_attempts=4)
+    policy = exponential(1, 3, 9, max_attempts=4)
     group = store.broker.groups.create("g", retry_policy=policy, orderly=True)
     assert (group.retry_policy, group.orderly) == (policy, True)
     assert store.broker.groups.get("g") == group

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from mqstore import RetryPolicy
+from mqstore import RetryPolicy, exponential
 from mqstore.jobs import duration_s
 from mqstore_tools.lag import suspended_tables
 from mqstore_tools.multi_store import with_options
@@ -23,7 +23,6 @@ from mqstore_tools.session import (
     dry_run_option,
     examine,
     position,
-    show_ms,
     target_argument,
     to_ms,
     yes_option,
@@ -115,7 +114,7 @@ def group_row(view: Any) -> dict[str, Any]:
         "name": shown.name,
         "registered": view.registered,
         "max_attempts": shown.max_attempts,
-        "retry": _retry_text(shown.retry_policy),
+        "retry": str(shown.retry_policy),
         "fifo": shown.orderly,
         "start": shown.start,
         "consume": shown.consume_enable,
@@ -128,18 +127,6 @@ def _may(row: dict[str, Any]) -> str:
     return "not consume" if not row["consume"] else "consume, broadcast" if row["broadcast"] else "consume"
 
 
-def _retry_text(policy: RetryPolicy) -> str:
-    if policy.kind == "levels":
-        return "standard"
-    if policy.kind == "exponential":
-        return f"{_word(policy.initial_ms)} x{policy.multiplier} {_word(policy.max_ms)}"
-    return " ".join(map(_word, policy.table_ms))
-
-
-def _word(duration_ms: int) -> str:
-    return show_ms(duration_ms).replace(" ", "")
-
-
 def _retry(value: Any) -> RetryPolicy:
     """Parse the value of `--retry`: `standard`, a list of delays, or `INITIAL xFACTOR MAXIMUM`."""
     words = str(value).split()
@@ -148,7 +135,7 @@ def _retry(value: Any) -> RetryPolicy:
     try:
         if len(words) == 3 and words[1][:1] == "x":
             first, last = map(duration_s, (words[0], words[2]))
-            return RetryPolicy.exponential(first, int(words[1][1:]), last)
+            return exponential(first, int(words[1][1:]), last)
         return RetryPolicy(delays=[duration_s(word) for word in words])
     except ValueError:
         raise click.BadParameter(

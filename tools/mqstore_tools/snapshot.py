@@ -36,7 +36,7 @@ def snapshot(directory: Path, destination: Path, link: bool, dry_run: bool) -> N
     code 1 if DIR has damage, which DEST then has, too; see docs/recovery.md.
     """
     if dry_run:
-        plan = admin.plan_snapshot(directory, destination, link=link).as_dict()
+        plan = admin.snapshot(directory, destination, link=link, dry_run=True).plan.as_dict()
         if not print_if_json({"dry_run": True, "plan": plan}):
             _show_plan(plan)
         return

@@ -127,13 +127,17 @@ class Receiver(Closable[S]):
 class _Consumer(Receiver[S]):
     group = Value[str]()
     client_id = Value[str]()
-    closed = Value[bool]()
+
+    @property
+    def _closed(self) -> bool:
+        sync: Any = self.sync
+        return bool(sync._closed)
 
     async def _received(
         self, receive: Callable[[], list[R]], wait_s: float | None, undo: Callable[[list[R]], object]
     ) -> list[R]:
         """Return the messages that `receive` finds within `wait_s`, or nothing if the consumer is closed meanwhile."""
-        return await self._look(lambda: receive() or ([] if self.closed else None), wait_s, undo)
+        return await self._look(lambda: receive() or ([] if self._closed else None), wait_s, undo)
 
 
 class SimpleConsumer(_Consumer[simpleconsumer.SimpleConsumer]):
@@ -159,7 +163,7 @@ class SimpleConsumer(_Consumer[simpleconsumer.SimpleConsumer]):
         return self
 
     async def __anext__(self) -> Delivery:
-        for found in [] if self.closed else await self.receive(wait=math.inf):
+        for found in [] if self._closed else await self.receive(wait=math.inf):
             return found
         raise StopAsyncIteration
 
@@ -179,7 +183,6 @@ class PullConsumer(_Consumer[pullconsumer.PullConsumer]):
     seek = called(pullconsumer.PullConsumer.seek)
     pause = called(pullconsumer.PullConsumer.pause)
     resume = called(pullconsumer.PullConsumer.resume)
-    paused = called(pullconsumer.PullConsumer.paused)
     close = called(pullconsumer.PullConsumer.close, LoopThread.finish)
 
     def __init__(self, bridge: LoopThread, sync: pullconsumer.PullConsumer) -> None:
@@ -199,7 +202,7 @@ class PullConsumer(_Consumer[pullconsumer.PullConsumer]):
 
     async def __anext__(self) -> Message:
         take = partial(self.sync._take, 0, self.sync.fetch_max, 1)
-        for message in [] if self.closed else await self._received(take, None, undo=self._unread):
+        for message in [] if self._closed else await self._received(take, None, undo=self._unread):
             return message
         raise StopAsyncIteration
 

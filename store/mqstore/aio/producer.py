@@ -39,7 +39,6 @@ class Producer(Closable[producer.Producer]):
     Interceptors, selector and checker are plain functions, called on the loop and on other threads."""
 
     group = Value[str]()
-    closed = Value[bool]()
     send_oneway = called(producer.Producer.send_oneway, LoopThread.in_order)
     send_many = called(producer.Producer.send_many, LoopThread.in_order)
     flush = called(producer.Producer.flush, LoopThread.apart)

@@ -186,7 +186,7 @@ class SimpleConsumer(Closing):
         try:
             return self._looked_for(count, visibility_s, wait_s)
         except StoreClosedError:
-            if not self._source.closed:
+            if not self._closed:
                 raise
             return []  # a call that was on its way to a server when the store closed this consumer and the connection
 
@@ -229,7 +229,7 @@ class SimpleConsumer(Closing):
 
     def __iter__(self) -> Iterator[Delivery]:
         """Yield deliveries one at a time, waiting for ever, until the consumer is closed."""
-        while not self._source.closed:
+        while not self._closed:
             yield from self._receive(1, self._visibility_s, math.inf)
 
     def _when_ready(self, callback: Callable[[], object]) -> Wait:
@@ -260,8 +260,7 @@ class SimpleConsumer(Closing):
         return found
 
     @property
-    def closed(self) -> bool:
-        """True if it receives no more."""
+    def _closed(self) -> bool:
         return self._source.closed
 
     # -- the end ----------------------------------------------------------------------------------------------------
@@ -275,4 +274,4 @@ class SimpleConsumer(Closing):
 
     def __repr__(self) -> str:
         topics = ", ".join(sorted(self._source.wanted)) or "nothing"
-        return f"<SimpleConsumer {self.client_id} of {self.group!r} for {topics}{', closed' if self.closed else ''}>"
+        return f"<SimpleConsumer {self.client_id} of {self.group!r} for {topics}{', closed' if self._closed else ''}>"

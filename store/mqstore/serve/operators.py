@@ -38,13 +38,13 @@ class _Live(Offline):
     def reset(self, group: str, topic: str, queue_id: int | None, to: Start | int) -> dict[QueueRef, int]:
         return self._broker.reset(group, topic, queue_id, to)
 
-    def delete_group(self, group: str) -> None:
+    def _delete_group(self, group: str) -> None:
         self._broker.delete_group(group)
 
-    def delete_topic(self, topic: str, *, force: bool = False) -> None:
+    def _delete_topic(self, topic: str, *, force: bool = False) -> None:
         self.topics.delete(topic, force=force)
 
-    def cancel(self, handle: str, *, dry_run: bool = False) -> bool:
+    def _cancel(self, handle: str, *, dry_run: bool = False) -> bool:
         cancelled = self._broker.recall(handle)
         self._broker.sync()
         return cancelled

@@ -105,7 +105,7 @@ class History:
 class _Named(Search):
     """Search by a key of any kind. Entries of the index do not say which one it is."""
 
-    def matches(self, message: Message) -> bool:
+    def _matches(self, message: Message) -> bool:
         return self.key in message.keys or self.key == message.unique_key
 
 

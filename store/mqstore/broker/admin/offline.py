@@ -3,9 +3,9 @@
     look        opens the directory for reading, also while a broker runs. A change is checked, and then refused
     offline     opens it for writing
 
-    reset, delete_group, delete_topic     tables, and the pop log, else it would restore the deleted state
-    cancel                                a record in the timer topic
-    everything else                       `topics`, `groups`, `dead_letters`
+    reset, deletions    tables, and the pop log, else it would restore the deleted state
+    cancel              a record in the timer topic
+    everything else     `topics`, `groups`, `dead_letters`
 
 No message is delivered, redelivered, expired or dropped meanwhile, since no service runs. Messages that were in flight
 when the broker ended stay in flight. The next broker decides whether to release them.
@@ -25,12 +25,10 @@ from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.items.changes import WritableItems
 from mqstore.broker.items.files import items_of, waiting_of
 from mqstore.broker.items.state import Items
-from mqstore.broker.pop.orderinfo import BlockedQueue
 from mqstore.broker.pop.service import PopService
 from mqstore.broker.reading import Reads, Start
 from mqstore.broker.redelivery.dead_letters import DeadLetters
 from mqstore.broker.redelivery.retry import Retries
-from mqstore.broker.tables.groups import GroupConfig
 from mqstore.broker.waiting import Waiters
 from mqstore.errors import GroupNotFoundError, ReadOnlyStoreError
 from mqstore.files.lock import refusal_to_reader, refuse_beside_writer
@@ -44,6 +42,7 @@ from mqstore.options import StoreConfig
 
 class Offline:
     """Tables of a store directory without a broker, and what an operator may see and change. Use `look` or `offline`.
+    `mqstore.admin.operations` has more, such as deletions.
 
     `topics`, `groups` and `offsets` are the tables, as of a broker.
 
@@ -55,7 +54,7 @@ class Offline:
     ...         group = opened.groups.create("billing")
     ...         opened.reset("billing", "orders", None, "earliest")
     ...     with look(folder) as opened:
-    ...         opened.group_names(), [(lag.queue_id, lag.committed, lag.messages) for lag in opened.lag("billing")]
+    ...         opened.groups.names(), [(lag.queue_id, lag.committed, lag.messages) for lag in opened.lag("billing")]
     {QueueRef(topic='orders', queue_id=0): 0, QueueRef(topic='orders', queue_id=1): 0}
     (['billing'], [(0, 0, 0), (1, 0, 0)])
     """
@@ -79,34 +78,15 @@ class Offline:
     def _pops(self) -> PopView:
         return pop_view(self.tables, self.tables.clock.now_ms())
 
-    def messages(self, topic: str) -> int:
-        """Return the number of messages of a topic that still count. 0 for a topic without any."""
-        store = self.tables.store
-        refs = store.queues(topic) if topic in store.topics() else []
-        return sum(high - low for low, high in (self.offsets.bounds(*ref) for ref in refs))
-
-    def group_names(self) -> list[str]:
-        """Return every consumer group that has settings or committed offsets."""
-        return group_names(self.tables)
-
-    def group(self, name: str) -> GroupConfig:
-        """Return the configuration of a group, or the default one of a group without settings."""
-        return self.groups.get(name) or GroupConfig(name)
-
     def lag(self, group: str) -> list[QueueLag]:
         """Return the lag of a group in each queue where it has started, in its retry topics too.
         Raises GroupNotFoundError if the group has neither settings nor committed offsets."""
         return lag_of(self.tables, group, self._pops)
 
-    def suspended(self, group: str) -> dict[QueueRef, BlockedQueue]:
-        """Return the failed message that blocks each of the group's blocked queues, by queue."""
-        found = sorted(self._pops.suspended.items())
-        return {QueueRef(key.topic, key.queue_id): each for key, each in found if key.group == group}
-
     def dead_letters(self, group: str) -> DeadLetters:
         """Return the dead letters of a group. Raises GroupNotFoundError if the group has left no trace."""
         letters = DeadLetters(self.tables, group)
-        if self.topics.get(letters.topic) is None and group not in self.group_names():
+        if self.topics.get(letters.topic) is None and group not in group_names(self.tables):
             raise GroupNotFoundError(
                 f"{self.tables.store.path} has no group {group!r}: no dead letters, no settings, no committed offsets"
             )
@@ -146,7 +126,7 @@ class Offline:
         on_reset = None if self._parts is None else self._pop.reset
         return Reads(self.tables).reset(group, topic, queue_id, to, on_reset=on_reset)
 
-    def delete_group(self, group: str) -> None:
+    def _delete_group(self, group: str) -> None:
         """Delete a group: settings, committed offsets, and deliveries in flight.
         Its dead letters and retries stay. A group without settings has only committed offsets to delete. Raises
         GroupNotFoundError if it has neither."""
@@ -155,13 +135,13 @@ class Offline:
             self._pop  # noqa: B018  (listens)
         delete_group(parts, group)
 
-    def delete_topic(self, topic: str, *, force: bool = False) -> None:
+    def _delete_topic(self, topic: str, *, force: bool = False) -> None:
         """Delete a topic as `TopicTable.delete` does. Its messages are no longer in flight."""
         if self._parts is not None:
             self._pop  # noqa: B018  (listens)
         self.topics.delete(topic, force=force)
 
-    def cancel(self, handle: str, *, dry_run: bool = False) -> bool:
+    def _cancel(self, handle: str, *, dry_run: bool = False) -> bool:
         """Cancel a message as `Broker.recall` does. Durable when it returns True.
         With `dry_run` only return whether it can be cancelled."""
         if dry_run:

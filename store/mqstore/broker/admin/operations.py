@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-from mqstore.broker.admin.inspect import QueueLag, delay_levels, group_names, sections_of, timer_view
+from mqstore.broker.admin.inspect import QueueLag, delay_levels, group_names, pop_view, sections_of, timer_view
 from mqstore.broker.admin.offline import Offline, look, offline
 from mqstore.broker.context import Tables
 from mqstore.broker.filters import sql92
@@ -84,11 +84,15 @@ class Operations:
     def groups(self, name: str | None = None) -> list[GroupView]:
         """Return every group, or one. Raises GroupNotFoundError."""
         with self._looking() as opened:
-            names = opened.group_names()
+            names = group_names(opened.tables)
             if name is not None:
                 _check_group(opened, name)
                 names = [name]
-            return [_group(opened, each)._replace(suspended=opened.suspended(each)) for each in names]
+            found = sorted(pop_view(opened.tables, opened.tables.clock.now_ms()).suspended.items())
+            failed: dict[str, dict[QueueRef, BlockedQueue]] = {each: {} for each in names}
+            for key, each in found:
+                failed.get(key.group, {})[QueueRef(key.topic, key.queue_id)] = each
+            return [_group(opened, each)._replace(suspended=failed[each]) for each in names]
 
     def lag(self, group: str | None = None, topic: str | None = None) -> list[QueueLag]:
         """Return the lag of each queue in which a group has started, of all groups or one.
@@ -96,7 +100,7 @@ class Operations:
         with self._looking() as opened:
             if topic is not None:
                 opened.topics.require(topic)
-            names = opened.group_names() if group is None else [group]
+            names = group_names(opened.tables) if group is None else [group]
             return [lag for name in names for lag in opened.lag(name) if topic in (None, lag.topic)]
 
     def delays(self) -> dict[str, Any]:
@@ -117,7 +121,7 @@ class Operations:
         Two values of `done` can be compared if `queues`, in which the group has started, are as many."""
         with self._looking() as opened:
             tables, store = opened.tables, opened.tables.store
-            names, now_ms = opened.group_names(), tables.clock.now_ms()
+            names, now_ms = group_names(opened.tables), tables.clock.now_ms()
             letters = {each.group: len(each) for each in letters_of(tables)}
             groups = {}
             for name in sorted({*names, *letters}):
@@ -148,8 +152,8 @@ class Operations:
         with self._planning() as opened:
             missing = [topic for topic in topics if opened.topics.get(topic) is None]
             topics = [topic for topic in topics if topic not in missing]
-            begin = start or opened.group(group).start
-            known = opened.lag(group) if group in opened.group_names() else []
+            begin = start or _config(opened, group).start
+            known = opened.lag(group) if group in group_names(opened.tables) else []
             lags = {(each.topic, each.queue_id): each for each in known if each.committed is not None}
             queues = [(topic, i) for topic in topics for i in range(opened.topics.require(topic).read_queues)]
             again = {retry_topic(group), *(pop_retry_topic(group, topic) for topic in topics)}
@@ -197,7 +201,7 @@ class Operations:
         """Delete a topic, its messages and its offsets. Return it as it was."""
         with self._opened(dry_run) as opened, _checking(dry_run):
             view = _topic(opened, name)
-            opened.delete_topic(name, force=force)
+            opened._delete_topic(name, force=force)
         return view
 
     def set_group(
@@ -214,7 +218,7 @@ class Operations:
         has the delays, and the attempts are `max_attempts`, 0 for no limit. Raises ConfigError for an existing group to
         create, and GroupNotFoundError for another one to change."""
         with self._opened(dry_run) as opened, _checking(dry_run):
-            old = default_retry(bool(settings.get("orderly"))) if create else opened.group(name).retry_policy
+            old = default_retry(bool(settings.get("orderly"))) if create else _config(opened, name).retry_policy
             if retry is not None or max_attempts is not None:
                 attempts = old.max_attempts if max_attempts is None else max_attempts or None
                 settings = {**settings, "retry_policy": (retry or old).with_attempts(attempts)}
@@ -230,7 +234,7 @@ class Operations:
         with self._opened(dry_run) as opened, _checking(dry_run):
             _check_group(opened, name)
             view = _group(opened, name)
-            opened.delete_group(name)
+            opened._delete_group(name)
         return view
 
     def reset(
@@ -246,7 +250,7 @@ class Operations:
     def cancel(self, handle: str, *, dry_run: bool = False) -> bool:
         """Cancel a delayed message. False if there is nothing to cancel."""
         with self._opened(dry_run) as opened:
-            return opened.cancel(handle, dry_run=dry_run)
+            return opened._cancel(handle, dry_run=dry_run)
 
     def purge(self, group: str, *, before_ms: int | None = None, dry_run: bool = False) -> int:
         """Remove dead letters of a group, all or those stored before a time. Return their number."""
@@ -290,17 +294,22 @@ def of_directory(path: str | os.PathLike[str]) -> Operations:
 
 
 def _topic(opened: Offline, name: str) -> TopicView:
-    config = opened.topics.require(name)
-    return TopicView(config, opened.messages(config.name), sorted(opened.offsets.groups_of(config.name)))
+    config, store = opened.topics.require(name), opened.tables.store
+    bounds = [opened.offsets.bounds(*ref) for ref in (store.queues(name) if name in store.topics() else ())]
+    return TopicView(config, sum(high - low for low, high in bounds), sorted(opened.offsets.groups_of(name)))
+
+
+def _config(opened: Offline, group: str) -> GroupConfig:
+    return opened.groups.get(group) or GroupConfig(group)
 
 
 def _group(opened: Offline, name: str) -> GroupView:
     topics = sorted({topic for topic, _ in opened.offsets.of_group(name)})
-    return GroupView(opened.group(name), opened.groups.get(name) is not None, topics, {})
+    return GroupView(_config(opened, name), opened.groups.get(name) is not None, topics, {})
 
 
 def _check_group(opened: Offline, name: str) -> None:
-    if name not in opened.group_names():
+    if name not in group_names(opened.tables):
         raise GroupNotFoundError(
             f"{opened.tables.store.path} has no group {name!r}: no settings, no committed offsets; "
             "`mqstore groups list` shows all"

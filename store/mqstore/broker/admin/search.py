@@ -104,9 +104,8 @@ class Search:
         chosen = (self.key, self.unique_key, self._tags, self._where, self._grep)
         return any(self._by_time) or any(each is not None for each in chosen)
 
-    def matches(self, message: Message) -> bool:
-        """Return True for a message that is searched for. Raises FormatError and ImportError if that depends on a body
-        that cannot be decompressed."""
+    def _matches(self, message: Message) -> bool:
+        """Raises FormatError and ImportError if that depends on a body that cannot be decompressed."""
         return (
             (not self.topics or message.topic in self.topics)
             and self.queue_id in (None, message.queue_id)
@@ -160,7 +159,7 @@ class Search:
             self.bytes += item.size
             self._segments.add(item.physical_offset // self._segment_bytes)
             try:
-                if self.matches(item):
+                if self._matches(item):
                     yield item
             except (FormatError, ImportError) as error:
                 undecoded += 1

@@ -24,7 +24,7 @@ from mqstore.broker.names import check_group, is_system_group
 from mqstore.broker.tables.configfile import NOTHING, ConfigTable, data_version, entries, member, object_member
 from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError
 from mqstore.log.reading.reader import StoreReader
-from mqstore.options import DEFAULT_DELAY_LEVELS, Duration, delay_table_ms, milliseconds
+from mqstore.options import DEFAULT_DELAY_LEVELS, UNIT_MS, Duration, delay_table_ms, milliseconds
 
 _FORBIDDEN_READ = 1 << 2
 """Bit of a forbidden mask that stops reads of a topic. RocketMQ's other bits have no effect here."""
@@ -38,32 +38,29 @@ _STANDARD_MS = delay_table_ms(DEFAULT_DELAY_LEVELS)
 _FIRST_SEND_BACK = 2
 """Entry of the standard delays for the first retry in the queue model: delay level 3."""
 _START = "mqstoreStart"
+_EXPONENTIAL = {"initial": 5_000, "multiplier": 2, "max": 7_200_000}
+"""Members of a stored exponential policy, with RocketMQ's defaults."""
 
-Kind = Literal["levels", "custom", "exponential"]
-_DEFAULTS: Final[dict[str, Any]] = {
-    "kind": "levels", "table_ms": _STANDARD_MS, "initial_ms": 5_000, "multiplier": 2, "max_ms": 7_200_000,
-    "unknown": NOTHING,
-}  # fmt: skip
-"""Fields of a policy besides its number of attempts."""
+_Kind = Literal["levels", "custom", "exponential"]
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class RetryPolicy:
     """Number of deliveries before a message becomes a dead letter, and the delays between them.
 
-    >>> RetryPolicy().delay(1), RetryPolicy(delays=[0.5, 2]).delay(9), RetryPolicy.exponential(5, 2, 60).delay(3)
+    >>> RetryPolicy().delay(1), RetryPolicy(delays=[0.5, 2]).delay(9), exponential(5, 2, 60).delay(3)
     (1.0, 2.0, 20.0)
+    >>> RetryPolicy(None, [0.5, 90]), exponential(5, 2, 7200)
+    (<RetryPolicy: unlimited attempts, 500ms 90s>, <RetryPolicy: 17 attempts, 5s x2 2h>)
     """
 
     max_attempts: int | None
     """Maximum number of deliveries. None: no limit."""
-    kind: Kind
-    table_ms: tuple[int, ...]
-    """Delays in ms: the 18 standard ones for kind "levels", the user's for kind "custom"."""
-    initial_ms: int
-    multiplier: int
-    max_ms: int
-    unknown: Mapping[str, Any] = field(repr=False, compare=False)
+    _kind: _Kind
+    _times: tuple[int, ...]
+    """Delays in ms: the 18 standard ones for kind "levels", the user's for "custom". For "exponential" the first delay,
+    the factor, and the longest delay."""
+    _unknown: Mapping[str, Any] = field(compare=False)
     """Members of the stored policy that this kind does not use. They are written back."""
 
     def __init__(self, max_attempts: int | None = 17, delays: Iterable[Duration] | None = None) -> None:
@@ -79,65 +76,67 @@ class RetryPolicy:
         table = tuple(milliseconds(delay, "delays") for delay in delays)
         if not table:
             raise ConfigError("delays is empty; leave it out for the standard ones, or give [0] to retry at once")
-        self._set(_checked_attempts(max_attempts), kind="custom", table_ms=table)
+        self._set(_checked_attempts(max_attempts), "custom", table)
 
     @classmethod
-    def exponential(
-        cls, initial: Duration = 5, multiplier: int = 2, maximum: Duration = 7200, *, max_attempts: int | None = 17
-    ) -> RetryPolicy:
-        """Return a policy that waits `initial`, then `multiplier` times as long each time.
-        The times are seconds or timedeltas. No wait is longer than `maximum`."""
-        if type(multiplier) is not int or multiplier < 1:
-            raise ConfigError(f"multiplier must be an integer from 1, not {multiplier!r}")
-        times = {"initial_ms": milliseconds(initial, "initial"), "max_ms": milliseconds(maximum, "maximum")}
-        return cls._of(_checked_attempts(max_attempts), kind="exponential", multiplier=multiplier, **times)
-
-    @classmethod
-    def _of(cls, max_attempts: int | None, **values: Any) -> RetryPolicy:
+    def _of(cls, *values: Any) -> RetryPolicy:
         policy = cls.__new__(cls)
-        cls._set(policy, max_attempts, **values)
+        cls._set(policy, *values)
         return policy
 
-    def _set(self, max_attempts: int | None, **values: Any) -> None:
-        for name, value in (_DEFAULTS | values | {"max_attempts": max_attempts}).items():
-            object.__setattr__(self, name, value)
+    def _set(
+        self,
+        max_attempts: int | None,
+        kind: _Kind = "levels",
+        times: tuple[int, ...] = _STANDARD_MS,
+        unknown: Mapping[str, Any] = NOTHING,
+    ) -> None:
+        for each, value in zip(fields(self), (max_attempts, kind, times, unknown), strict=True):
+            object.__setattr__(self, each.name, value)
 
     def with_attempts(self, max_attempts: int | None) -> RetryPolicy:
         """Return a policy with the same delays and another number of attempts."""
-        return self._of(_checked_attempts(max_attempts), **{name: getattr(self, name) for name in _DEFAULTS})
+        return self._of(_checked_attempts(max_attempts), self._kind, self._times, self._unknown)
 
     def delay(self, attempt: int) -> float:
-        """Return the seconds to wait after delivery `attempt` (from 1) failed, in pop and orderly groups."""
-        return self.delay_ms(attempt) / 1000
+        """Return the seconds to wait after delivery `attempt` (from 1) failed, in pop and orderly groups.
+        Raises ConfigError for an attempt before the first."""
+        return self._delay_ms(attempt) / 1000
 
-    def delay_ms(self, attempt: int) -> int:
-        """Return `delay` in milliseconds. Raises ConfigError for an attempt before the first."""
+    def _delay_ms(self, attempt: int) -> int:
         if attempt < 1:
             raise ConfigError(f"attempt must be 1 or more, got {attempt}")
         return self._entry(attempt - 1)
 
     def _next_delay_ms(self, reconsume_times: int) -> int:
         """Return the delay in ms of a message that was sent back `reconsume_times` times (queue model)."""
-        first = _FIRST_SEND_BACK if self.kind == "levels" else 0
+        first = _FIRST_SEND_BACK if self._kind == "levels" else 0
         return self._entry(max(reconsume_times, 0) + first)
 
     def _entry(self, i: int) -> int:
-        if self.kind == "exponential":
-            factor: int = self.multiplier ** min(i, _EXPONENT_MAX)
-            return min(self.max_ms, self.initial_ms * factor)
-        return self.table_ms[min(i, len(self.table_ms) - 1)]
+        if self._kind == "exponential":
+            initial_ms, multiplier, max_ms = self._times
+            factor: int = multiplier ** min(i, _EXPONENT_MAX)
+            return min(max_ms, initial_ms * factor)
+        return self._times[min(i, len(self._times) - 1)]
+
+    def __str__(self) -> str:
+        """Return the delays as `mqstore groups --retry` takes them."""
+        if self._kind == "exponential":
+            initial_ms, multiplier, max_ms = self._times
+            return f"{_word(initial_ms)} x{multiplier} {_word(max_ms)}"
+        return "standard" if self._kind == "levels" else " ".join(map(_word, self._times))
+
+    def __repr__(self) -> str:
+        return f"<RetryPolicy: {self.max_attempts or 'unlimited'} attempts, {self}>"
 
     def _as_json(self) -> dict[str, Any]:
         """Return RocketMQ's `groupRetryPolicy`. `max_attempts` is in the group's `retryMaxTimes` instead."""
-        value = {**self.unknown, "type": "EXPONENTIAL" if self.kind == "exponential" else "CUSTOMIZED"}
-        if self.kind == "custom":
-            value["customizedRetryPolicy"] = {"next": list(self.table_ms)}
-        elif self.kind == "exponential":
-            value["exponentialRetryPolicy"] = {
-                "initial": self.initial_ms,
-                "max": self.max_ms,
-                "multiplier": self.multiplier,
-            }
+        value = {**self._unknown, "type": "EXPONENTIAL" if self._kind == "exponential" else "CUSTOMIZED"}
+        if self._kind == "custom":
+            value["customizedRetryPolicy"] = {"next": list(self._times)}
+        elif self._kind == "exponential":
+            value["exponentialRetryPolicy"] = dict(zip(_EXPONENTIAL, self._times, strict=True))
         return value
 
     @classmethod
@@ -148,19 +147,20 @@ class RetryPolicy:
         if member(value, "type", str, "CUSTOMIZED") == "EXPONENTIAL":
             numbers = object_member(value, "exponentialRetryPolicy")
             unknown.pop("exponentialRetryPolicy", None)
-            known = {
-                name: max(0, member(numbers, key, int, _DEFAULTS[name]))
-                for key, name in (("initial", "initial_ms"), ("max", "max_ms"), ("multiplier", "multiplier"))
-            }
-            return cls._of(max_attempts, kind="exponential", unknown=unknown, **known)
+            known = tuple(max(0, member(numbers, key, int, default)) for key, default in _EXPONENTIAL.items())
+            return cls._of(max_attempts, "exponential", known, unknown)
         table = member(object_member(value, "customizedRetryPolicy"), "next", list, [])
         if not all(type(delay) is int for delay in table):
             raise ValueError(f"customizedRetryPolicy.next must be milliseconds, not {table!r:.80}")
         if not table:
-            return cls._of(max_attempts, unknown=unknown)
+            return cls._of(max_attempts, "levels", _STANDARD_MS, unknown)
         unknown.pop("customizedRetryPolicy", None)
-        delays = tuple(max(0, delay) for delay in table)
-        return cls._of(max_attempts, kind="custom", table_ms=delays, unknown=unknown)
+        return cls._of(max_attempts, "custom", tuple(max(0, delay) for delay in table), unknown)
+
+
+def _word(duration_ms: int) -> str:
+    unit = next((each for each in "dhms" if not duration_ms % UNIT_MS[each]), None) if duration_ms else "s"
+    return f"{duration_ms // UNIT_MS[unit]}{unit}" if unit else f"{duration_ms}ms"
 
 
 def backoff(*delays: Duration, max_attempts: int | None = 17) -> RetryPolicy:
@@ -175,8 +175,12 @@ def backoff(*delays: Duration, max_attempts: int | None = 17) -> RetryPolicy:
 def exponential(
     initial: Duration = 5, factor: int = 2, maximum: Duration = 7200, *, max_attempts: int | None = 17
 ) -> RetryPolicy:
-    """Return a policy that waits `initial`, then `factor` times as long each time, at most `maximum`."""
-    return RetryPolicy.exponential(initial, factor, maximum, max_attempts=max_attempts)
+    """Return a policy that waits `initial`, then `factor` times as long each time, at most `maximum`.
+    The times are seconds or timedeltas. Raises ConfigError for other values."""
+    if type(factor) is not int or factor < 1:
+        raise ConfigError(f"factor must be an integer from 1, not {factor!r}")
+    times = milliseconds(initial, "initial"), factor, milliseconds(maximum, "maximum")
+    return RetryPolicy._of(_checked_attempts(max_attempts), "exponential", times)
 
 
 def _checked_attempts(max_attempts: int | None) -> int | None:
@@ -185,7 +189,7 @@ def _checked_attempts(max_attempts: int | None) -> int | None:
     return max_attempts
 
 
-ORDERED_RETRY: Final = RetryPolicy.exponential(1, 2, 60, max_attempts=None)
+ORDERED_RETRY: Final = exponential(1, 2, 60, max_attempts=None)
 """Retry policy of a group created to consume in order. It has no limit, so an outage leaves no gap."""
 
 
@@ -243,7 +247,7 @@ class GroupConfig:
 
     def delay_ms(self, attempt: int) -> int:
         """Return the ms that a message is invisible, or its queue blocked, after delivery `attempt` failed."""
-        return self.retry_policy.delay_ms(attempt)
+        return self.retry_policy._delay_ms(attempt)
 
     def check_broadcast(self) -> None:
         """Raise NotPermittedError if members may not broadcast."""
@@ -448,7 +452,7 @@ def _with(config: GroupConfig, settings: Mapping[str, Any]) -> GroupConfig:
     old = config.retry_policy
     new = replace(config, **given)
     if new.retry_policy != old:
-        facts = (new.retry_policy.max_attempts, new.retry_policy.kind, old.max_attempts, old.kind)
+        facts = (new.retry_policy.max_attempts, new.retry_policy, old.max_attempts, old)
         _log.info("group %s: retry policy changed to %s attempts, %s (was %s, %s)", config.name, *facts)
     return new
 

@@ -211,8 +211,8 @@ class Members:
         known = None if self._settings is None else self._settings.get(group)
         if retry is not None and others and known is not None and known.retry_policy != retry:
             raise GroupInUseError(
-                f"group {group!r} retries by {known.retry_policy}, and has the member {others[0].client_id!r}; "
-                f"{client_id!r} asks for {retry}: stop the other members first, or leave retry= out"
+                f"group {group!r} retries by {known.retry_policy!r}, and has the member {others[0].client_id!r}; "
+                f"{client_id!r} asks for {retry!r}: stop the other members first, or leave retry= out"
             )
 
     def set_retry(self, client_id: str, group: str, retry: RetryPolicy) -> None:

@@ -523,17 +523,7 @@ class PullConsumer:
                 position.paused = False
         self._ring()
 
-    def paused(self) -> frozenset[QueueRef]:
-        """Return the queues that are not read until `resume`."""
-        with self._lock:
-            return frozenset(position.queue for position in self._positions.turns if position.paused)
-
     # -- the end ----------------------------------------------------------------------------------------------------
-
-    @property
-    def closed(self) -> bool:
-        """True if it reads no more."""
-        return self._closed
 
     def _check_open(self) -> None:
         if self._closed:

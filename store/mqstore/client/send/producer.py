@@ -496,11 +496,6 @@ class Producer(Closing):
         if left:
             _log.error("producer %r: %d submitted messages were not stored in %g s", self.group, len(left), timeout_s)
 
-    @property
-    def closed(self) -> bool:
-        """True if it was closed, its store was closed, or this is a forked child."""
-        return self._closed or self._broker.closed
-
     def _check_open(self) -> None:
         if self._closed or self._broker.closed:
             self._refuse()
@@ -510,7 +505,8 @@ class Producer(Closing):
         raise StoreClosedError(f"producer {self.group!r} was closed")
 
     def __repr__(self) -> str:
-        return f"<Producer {self.group!r} on {self._broker.name!r}{' closed' if self.closed else ''}>"
+        state = " closed" if self._closed or self._broker.closed else ""
+        return f"<Producer {self.group!r} on {self._broker.name!r}{state}>"
 
 
 # -- helpers ---------------------------------------------------------------------------------------------------------
