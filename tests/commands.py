@@ -49,7 +49,7 @@ def looking(store: object, copy: object, *, topic: str = "orders", group: str = 
         "offsets show": "DIR",
         "lag": "DIR",
         "top": "DIR --once --interval 0.1",
-        "traffic": "DIR",
+        "report, traffic": "DIR",
         "trace": "DIR k1",
         "trace, a place": f"DIR {topic}/0@0 --group {group}",
         "trace, an offset": "DIR 10485760",

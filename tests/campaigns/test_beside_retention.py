@@ -211,7 +211,9 @@ def _inspect(path: Path) -> None:
 
 
 _NOT_BESIDE = [
-    name for name in looking("", "") if ", dry" in name or name.startswith(("groups show", "dlq", "traffic", "trace"))
+    name
+    for name in looking("", "")
+    if ", dry" in name or name.startswith(("groups show", "dlq", "report, traffic", "trace"))
 ]
 """Refused beside a writer, of a group that the writer does not have, or told what retention took."""
 

@@ -20,7 +20,7 @@ def arguments(name: str, *stores: Path) -> list[object]:
     return [name, *stores, *{"trace": ["k-3"]}.get(name, [])]
 
 
-REPORTS = ["lag", "traffic", "trace", "dlq"]
+REPORTS = ["lag", "report", "trace", "dlq"]
 
 
 @pytest.mark.parametrize("name", REPORTS)
@@ -47,7 +47,7 @@ for call in json.loads(sys.argv[1]):
 
 def test_only_an_export_to_parquet_needs_pyarrow(store: Path, tmp_path: Path) -> None:
     """It is the only one that says what to install."""
-    filtered = ["traffic", store, "--where", "TAGS is null", "--option", "keys=k-3", "--option", "tags=*"]
+    filtered = ["report", store, "--where", "TAGS is null", "--option", "keys=k-3", "--option", "tags=*"]
     calls = [*(arguments(name, store) for name in (*REPORTS, "verify", "export")), filtered]
     calls.append(["export", store, "--to", tmp_path / "out"])
     words = json.dumps([[*map(str, call)] for call in calls])
@@ -78,9 +78,9 @@ def test_lag_is_shown_and_its_limits_are_findings(store: Path) -> None:
 
 
 def test_traffic_prints_what_the_library_reports(store: Path) -> None:
-    call = ("traffic", store)
+    call = ("report", store)
 
-    assert mqstore_json(*call, "--interval", "5m", "--by", "topic,queue_id") == json.loads(
+    assert mqstore_json(*call, "--interval", "5m", "--by", "topic,queue_id")["traffic"] == json.loads(
         json.dumps(traffic_report(store, interval="5m", by=("topic", "queue_id")).to_dict())
     )
     shown = mqstore(*call).stdout
@@ -96,7 +96,7 @@ def test_traffic_reports_damage_alone(tmp_path: Path) -> None:
     with (tmp_path / "commitlog" / f"{0:020d}").open("r+b") as log:
         log.write(b"spoilt!!")  # length and magic
 
-    found = mqstore("traffic", tmp_path, "--option", "onCorrupt=skip")
+    found = mqstore("report", tmp_path, "--option", "onCorrupt=skip")
     assert found.stderr == "no messages\n1 damaged messages were skipped\n"
 
 

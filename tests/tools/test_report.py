@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,16 @@ def test_json_counts_traffic_delays_and_each_byte_of_the_log(store: Path, tmp_pa
     assert sum(log["live"]) == disk["log"]["topic_bytes"] - consumed - system
     cells = zip(log["consumed"], log["live"], log["system"], strict=True)
     assert max(map(sum, cells)) <= log["cell_bytes"]
+
+
+def test_page_has_the_traffic_that_is_chosen(store: Path, tmp_path: Path) -> None:
+    times = [datetime.fromtimestamp(BEGIN_MS / 1000 + hour * 3600, UTC).isoformat() for hour in (1, 2)]
+    found = mqstore_json(
+        "report", store, "--html", tmp_path / "page.html", "--interval", "10m", "--from", times[0], "--until", times[1]
+    )
+
+    assert (found["traffic"]["interval_ms"], found["traffic"]["total"]["messages"]) == (600_000, 2)
+    assert sum(row["messages"] for row in found["disk"]["topics"]) > 2
 
 
 def test_delays_count_at_their_due_times(store: Path, tmp_path: Path) -> None:

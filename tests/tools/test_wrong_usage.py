@@ -126,7 +126,14 @@ WRONG: dict[str, dict[str, str]] = {
         "nowhere": "nowhere is not a folder",
         ". --older-than soon": "'soon' is not a length of time",
     },
-    "traffic STORE": {"--interval fast": "interval='fast'", "--by tag": "by="},
+    "report STORE": {
+        "--interval fast": "interval='fast'",
+        "--by tag": "by=",
+        "--verify": "--verify goes with --html",
+        "--html page.html --by topic": "--by does not go with --html",
+        "STORE --html page.html": "--html is for one store",
+    },
+    "traffic": {"STORE": "`mqstore traffic` is now `mqstore report`"},
 }
 """By the beginning of a call: what follows it -> what is said."""
 

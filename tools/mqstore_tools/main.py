@@ -20,7 +20,7 @@ from mqstore_tools.concepts import EXIT_CODES, TOPICS
 
 COMMANDS = (
     *("produce", "get", "consume", "inspect", "du", "diff", "report", "verify", "recover", "quarantine", "snapshot"),
-    *("export", "topics", "groups", "offsets", "lag", "top", "clients", "traffic", "trace", "delay", "dlq", "queue"),
+    *("export", "topics", "groups", "offsets", "lag", "top", "clients", "trace", "delay", "dlq", "queue"),
     *("spark", "serve", "bench", "completion", "help"),
 )
 """Names of sub-commands, in the order of the help."""
@@ -33,6 +33,8 @@ class _Commands(click.Group):
         return [*COMMANDS]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name == "traffic":
+            ctx.fail("`mqstore traffic` is now `mqstore report`.")
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"mqstore_tools.{'help' if cmd_name == 'completion' else cmd_name}")
