@@ -118,15 +118,18 @@ def _table(names: str, rows: Iterable[list[str]]) -> str:
 
 
 def native_table() -> str:
-    """Return table.h: each integer of these modules, without the underscore of a private name."""
+    """Return table.h: the integers of these modules that C uses, without the underscore of a private name."""
     from mqstore.broker.pop import batch, state
     from mqstore.layout import consumequeue, hosts, indexfile, properties, record
     from mqstore.log.writing import outgoing
 
+    files = [file for file in Path(__file__).parents[1].glob("store/native/*.[ch]") if file.name != "table.h"]
+    used = {name for file in files for name in re.findall(r"\b[A-Z][A-Z0-9_]+\b", file.read_text(encoding="utf-8"))}
     lines = ["/* The numbers that C shares with Python, written by `make docs`; don't edit them. */"]
     for module in (hosts, properties, record, consumequeue, indexfile, outgoing, batch, state):
         lines.append(f"\n/* {module.__name__} */")
-        found = [f"#define {name.strip('_')} {value}" for name, value in vars(module).items() if type(value) is int]
+        numbers = [(name.strip("_"), value) for name, value in vars(module).items() if type(value) is int]
+        found = [f"#define {name} {value}" for name, value in numbers if name in used]
         lines += [line for line in found if line not in lines]  # a name may have been imported from a module before
     return "\n".join(lines) + "\n"
 

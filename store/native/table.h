@@ -6,14 +6,12 @@
 
 /* mqstore.layout.properties */
 #define MAX_PROPERTIES_BYTES 32767
-#define TAIL_DIGITS 10
 #define CRC_TAIL_BYTES 20
 
 /* mqstore.layout.record */
 #define MAGIC_V1 -626843481
 #define MAGIC_V2 -626843477
 #define MAGIC_BLANK -875286124
-#define TOTAL_SIZE_AT 0
 #define MAGIC_AT 4
 #define CHECKSUM_AT 8
 #define QUEUE_ID_AT 12
@@ -34,18 +32,13 @@
 #define IPV6_EXTRA 12
 #define COMPRESSED 1
 #define TRANSACTION_MASK 12
-#define TRANSACTION_PREPARED 4
 #define TRANSACTION_COMMIT 8
 #define TRANSACTION_ROLLBACK 12
 #define BORN_HOST_V6 16
 #define STORE_HOST_V6 32
 #define INNER_BATCH 128
-#define COMPRESSION_TYPE_MASK 1792
-#define COMPRESSION_LZ4 256
-#define COMPRESSION_ZSTD 512
 #define COMPRESSION_ZLIB 768
 #define BODY_ELSEWHERE 1793
-#define MAX_TOPIC_BYTES_V1 127
 #define MIN_RECORD_BYTES 91
 #define BLANK_BYTES 8
 
@@ -70,22 +63,14 @@
 #define ENTRY_OFFSET_AT 4
 #define ENTRY_SECONDS_AT 12
 #define ENTRY_PREVIOUS_AT 16
-#define MAX_I32 2147483647
 #define SECOND_MS 1000
-#define DEFAULT_ENTRIES_PER_SLOT 4
 
 /* mqstore.log.writing.outgoing */
 #define MAX_MESSAGE_GROUP 63
 
 /* mqstore.broker.pop.batch */
 #define SAME_MOMENT_MS 1000
-#define FIFO 999
-#define I32_MAX 2147483647
-#define I64_MAX 9223372036854775807
 
 /* mqstore.broker.pop.state */
 #define MAX_BATCH 32
-#define NEVER_MS 9223372036854775807
 #define COMPACT_FROM 1024
-#define NOTES_KEPT 65536
-#define REVIVED_KEPT 65536
