@@ -27,13 +27,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Self, TypedDict, Unpack, cast
 
 from mqstore.broker.names import DEAD_LETTER, EXPIRY, queue_topic, retry_topic
 from mqstore.client.codecs import BYTES, Codec, T, encoded
 from mqstore.client.delivery import LeaseContext, Task, release, visibility_seconds
 from mqstore.client.groupsettings import begin_in, check_order, enter_group
-from mqstore.client.interceptors import Settled
 from mqstore.client.itemoptions import BLOCKING, ItemOptions, put_item, queue_of, send_options
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.popsource import pop_retries
@@ -47,7 +46,6 @@ from mqstore.errors import (
     QueueEmpty,
     QueueFull,
     QueueShutDown,
-    ReceiptExpiredError,
     StoreClosedError,
 )
 from mqstore.log.commitlog import SendReceipt
@@ -62,8 +60,12 @@ _LOOK_S = 0.25
 
 
 class _Last(threading.local):
-    task: Task[Any] | Settled | None = None
-    """Last item that a thread got, or its outcome."""
+    taken: tuple[str, str] | str | None = None
+    """Topic and receipt of the last item that a thread got, or only the receipt, if it is in the queue's topic. Not the
+    task: a message that is held keeps its segment on the disk after its deletion."""
+
+
+_get_at_once = Task._get_at_once
 
 
 class QueueOptions(TypedDict, total=False):
@@ -167,16 +169,16 @@ class Queue(QueueItems[T]):
         broker, name = self._broker, self._topic
         self._changed = Condition()
         """Notified when an item was settled, or the queue was shut."""
-        self._waiting = 0
-        """Number of threads that wait for that."""
         self._callbacks: set[Callable[[], object]] = set()
-        """Functions to call then, once."""
+        """Functions to call then, once. While threads wait for that, `_notify` is one."""
         self._runs: set[Callable[[], object]] = set()
         """Functions to call at a shutdown, one for each `run`."""
         self._waits = Waits(broker, name, order=self._ordered)
         """Waits of the threads in `get`."""
         self._log = LimitedLog(f"group {self.name}", broker.clock)
-        self._context = LeaseContext(broker, name, self._log, self._settled, self._visibility_s)
+        self._context = LeaseContext(
+            broker, name, self._callbacks, self._look_again, self._log, self._visibility_s, self._codec
+        )
 
     # -- in ---------------------------------------------------------------------------------------------------------
 
@@ -259,13 +261,11 @@ class Queue(QueueItems[T]):
         """Return the result of `look`, repeated when an item was settled until it is not None. None after `timeout`
         seconds. The caller holds the lock."""
         end = math.inf if timeout is None else time.monotonic() + seconds(timeout, "timeout")
-        self._waiting += 1
-        try:
-            while (found := look()) is None and (left := end - time.monotonic()) > 0:
-                self._changed.wait(min(left, _LOOK_S))
-            return found
-        finally:
-            self._waiting -= 1
+        while True:
+            self._callbacks.add(self._notify)  # before the look, which sees every item that was settled earlier
+            if (found := look()) is not None or (left := end - time.monotonic()) <= 0:
+                return found
+            self._changed.wait(min(left, _LOOK_S))
 
     # -- out --------------------------------------------------------------------------------------------------------
 
@@ -282,21 +282,20 @@ class Queue(QueueItems[T]):
         `shutdown`. Tasks of this queue that are `done` are acknowledged first, as by `Task.ack`: of a served store
         (`mqstore.connect`) both together are one call."""
         timeout_s = None if timeout is None else seconds(timeout, "timeout")
+        if not (done or self._shut or visibility is not None):  # inline `_get_at_once`: one call less
+            task = _get_at_once(self._context, self._topic, self._visibility_ms, self._ordered)
+            if task is not None:
+                self._last.taken = task._delivery.receipt
+                return task
         left = self._to_ack(done) if done else None
-        task = None if left else self._get_at_once(visibility)
-        if task is None:
-            task = Task(self._context, self._take(1, block, timeout_s, visibility, left)[0], self._codec)
-        self._last.task = task
+        task = Task(self._context, self._take(1, block, timeout_s, visibility, left)[0])
+        self._last.taken = task._delivery.topic, task._delivery.receipt
         return task
 
     def _get_at_once(self, visibility: Duration | None = None) -> Task[T] | None:
-        """Get an item that is prefetched, without waiting for a lock or the disk, for callers such as an event loop.
-        None does not mean that there is none: then call `get`. `task_done` does not count it."""
-        if self._shut:
-            return None
+        """Get an item like `Task._get_at_once`, for callers such as an event loop. `task_done` does not count it."""
         visibility_ms = self._visibility_ms if visibility is None else _visibility_ms(visibility)
-        found = self._broker.pop_at_once(self._topic, self._topic, 1, visibility_ms, self._ordered)
-        return Task(self._context, found[0], self._codec) if found else None
+        return None if self._shut else _get_at_once(self._context, self._topic, visibility_ms, self._ordered)
 
     def get_nowait(self) -> Task[T]:
         """Get an item as `get` does, but raise QueueEmpty instead of waiting."""
@@ -325,8 +324,8 @@ class Queue(QueueItems[T]):
             while len(tasks) < max_items:
                 found = self._take(min(max_items - len(tasks), MAX_BATCH), block, left, None, unacked)
                 unacked = None
-                tasks += [Task(self._context, delivery, self._codec) for delivery in found]
-                self._last.task = tasks[-1]
+                tasks += [Task(self._context, delivery) for delivery in found]
+                self._last.taken = found[-1].topic, found[-1].receipt
                 block, left = False, None
         except QueueEmpty:
             pass
@@ -479,39 +478,31 @@ class Queue(QueueItems[T]):
 
     def task_done(self) -> None:
         """Acknowledge the last item of this thread, as in `queue.Queue`. Raises ValueError if there is none."""
-        task = self._last.task
-        if task is None:
+        taken = self._last.taken
+        if taken is None:
             raise ValueError("task_done() called, but this thread has no item that it did not call it for")
-        if isinstance(task, Task):
-            task.ack()
-        elif task != "ack":
-            raise ReceiptExpiredError(f"the last item of this thread was settled before, by {task}")
-        self._last.task = None  # only now, so that it can be repeated if the disk is full
+        topic, receipt = (self._topic, taken) if isinstance(taken, str) else taken
+        self._broker.ack(self._topic, topic, [receipt])
+        self._last.taken = None  # only now, so that it can be repeated if the disk is full
+        self._look_again()
 
-    def _settled(self, task: Task[T], outcome: Settled) -> None:
-        if self._last.task is task:
-            self._last.task = outcome  # a message that is held keeps its segment on the disk after its deletion
-        # A waiting thread first counts itself, then looks. So it sees this settlement, or is seen here.
-        if self._waiting or self._callbacks:
-            self._look_again()
+    def _look_again(self, *_: object) -> None:
+        """Call all who wait, once: an item was settled, or the queue was shut."""
+        while self._callbacks:
+            with suppress(KeyError):  # another thread was quicker
+                self._callbacks.pop()()
 
-    def _look_again(self) -> None:
+    def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
-        self._call_waiting()
 
     def _when_changed(self, callback: Callable[[], object]) -> Callable[[], object]:
         """Call `callback()`, which must be quick, once an item was settled or the queue is shut, for `mqstore.aio`.
         Return a function to cancel that. It is called at once if there may be room, or if everything is done."""
         self._callbacks.add(callback)
         if self._shut or self.qsize() < max(1, self._maxsize):  # since the caller looked
-            self._call_waiting()
+            self._look_again()
         return partial(self._callbacks.discard, callback)
-
-    def _call_waiting(self) -> None:
-        while self._callbacks:
-            with suppress(KeyError):  # another thread was quicker
-                self._callbacks.pop()()
 
     def join(self, timeout: Duration | None = None) -> bool:
         """Wait until nothing is ready, leased, delayed, or waiting for another attempt.

@@ -148,7 +148,7 @@ class QueueRun:
         """Time at which the grace is over (`time.monotonic`)."""
         queue._broker.check_open()  # a store that is closed later ends the run
         self._began_s = time.monotonic()
-        self.context = queue._context._replace(told=self._settled)
+        self.context = queue._context._replace(waiting=None, told=self._settled)
         """Context of the leases of this run, which counts their outcomes."""
 
     # -- the loops --------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class QueueRun:
         if outcome == "dlq" and task._verb == "nack":
             with self._lock:
                 self._counts["dead"] += 1
-        self.queue._settled(task, outcome)
+        self.queue._look_again()
 
     @contextmanager
     def _leasing(self, task: Task[Any]) -> Iterator[None]:
@@ -358,7 +358,7 @@ class ThreadRun(QueueRun):
         task = queue._get_at_once()
         if task is None:
             [delivery] = queue._take(1, True, None, None, stop=self._halted)
-            task = Task(self.context, delivery, queue._codec)
+            task = Task(self.context, delivery)
         return task
 
     async def _pause(self, wait_s: float) -> bool:

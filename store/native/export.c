@@ -36,18 +36,7 @@ static void lay_text(Lines *to, const char *text, Py_ssize_t size)
 
 #define LAY(to, text) lay_text(to, "" text, sizeof(text) - 1)
 
-static void lay_number(Lines *to, int64_t number)
-{
-    char digits[20];
-    int at = 20;
-    uint64_t left = number < 0 ? -(uint64_t)number : (uint64_t)number;
-    do
-        digits[--at] = (char)('0' + left % 10);
-    while (left /= 10);
-    if (number < 0)
-        LAY(to, "-");
-    lay_text(to, digits + at, 20 - at);
-}
+static void lay_number(Lines *to, int64_t number) { to->size = write_number(to->bytes + to->size, number) - to->bytes; }
 
 static void lay_host(Lines *to, const uint8_t *host)
 {

@@ -26,7 +26,7 @@ static PyMemberDef numbered_members[] = {
 };
 
 PyTypeObject QueueTailType = {
-    COLLECTED_TYPE(numbered, QueueTail),
+    COLLECTED_TYPE(numbered, QueueTail, PyType_GenericNew),
     .tp_doc = "The fields of a queue that a put uses.",
     .tp_members = numbered_members,
 };
@@ -310,7 +310,7 @@ static PyMemberDef tip_members[] = {
 };
 
 PyTypeObject LogTailType = {
-    COLLECTED_TYPE(tip, LogTail),
+    COLLECTED_TYPE(tip, LogTail, PyType_GenericNew),
     .tp_doc = "The end of a commitlog, where records are put.",
     .tp_members = tip_members,
     .tp_methods = tip_methods,

@@ -8,7 +8,7 @@
 
 enum { MOST_BYTES = 4 << 20 }; /* read in one call, which other threads wait for */
 
-static PyObject *buffer_name, *queue_name, *stored_body_name, *tag_name, *keys_name, *group_name;
+static PyObject *buffer_name, *queue_name, *stored_body_name;
 static int topic_index = 0, queue_id_index = 1;
 static PyTypeObject *batch_type; /* the class of nearly all batches, and the place of `buffer` in its objects */
 static Py_ssize_t buffer_at;
@@ -115,66 +115,20 @@ static bool value_of(const char *record, const Parts *parts, const char *name, P
     return *value != NULL;
 }
 
-/* Like `value_of`. -1 with an exception; otherwise the caller releases `view`. */
-static int find_property(Located *self, PyObject *name, Py_buffer *view, const char **value, Py_ssize_t *value_size)
-{
-    Parts parts;
-    Py_ssize_t name_size;
-    const char *wanted = PyUnicode_Check(name) ? PyUnicode_AsUTF8AndSize(name, &name_size) : NULL;
-    if (!wanted) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "the name of a property must be str");
-        return -1;
-    }
-    if (open_record(self, view, &parts) < 0)
-        return -1;
-    return value_of(view->buf, &parts, wanted, name_size, value, value_size);
-}
-
 static PyObject *located_stored_property(Located *self, PyObject *name)
 {
     Py_buffer view;
-    const char *value;
-    Py_ssize_t size;
-    int found = find_property(self, name, &view, &value, &size);
-    if (found < 0)
+    Parts parts;
+    Py_ssize_t name_size, size;
+    const char *value, *wanted = PyUnicode_Check(name) ? PyUnicode_AsUTF8AndSize(name, &name_size) : NULL;
+    if (!wanted && !PyErr_Occurred())
+        PyErr_SetString(PyExc_TypeError, "the name of a property must be str");
+    if (!wanted || open_record(self, &view, &parts) < 0)
         return NULL;
+    bool found = value_of(view.buf, &parts, wanted, name_size, &value, &size);
     PyObject *text = found ? PyUnicode_DecodeUTF8(value, size, "replace") : Py_NewRef(Py_None);
     PyBuffer_Release(&view);
     return text;
-}
-
-static PyObject *located_property(Located *self, void *name)
-{
-    return located_stored_property(self, *(PyObject **)name);
-}
-
-/* Return the words of KEYS. */
-static PyObject *located_keys(Located *self, void *closure)
-{
-    Py_buffer view;
-    const char *value;
-    Py_ssize_t size, count = 0;
-    int found = find_property(self, keys_name, &view, &value, &size);
-    if (found < 0)
-        return NULL;
-    const char *end = found ? value + size : NULL;
-    for (const char *at = value; at < end; at++)
-        count += *at != ' ' && (at == value || at[-1] == ' ');
-    PyObject *keys = PyTuple_New(count);
-    for (Py_ssize_t i = 0; keys && i < count; i++) {
-        while (*value == ' ')
-            value++;
-        const char *space = memchr(value, ' ', (size_t)(end - value));
-        PyObject *key = PyUnicode_DecodeUTF8(value, (space ? space : end) - value, "replace");
-        if (key)
-            PyTuple_SET_ITEM(keys, i, key);
-        else
-            Py_CLEAR(keys);
-        value = space;
-    }
-    PyBuffer_Release(&view);
-    return keys;
 }
 
 /* Return the queue, or its item *closure. */
@@ -197,8 +151,7 @@ typedef struct {
 static Field size_field = {0, 4, 0}, flag_field = {FLAG_AT, 4, 0}, physical_field = {PHYSICAL_OFFSET_AT, 8, 0},
              sys_flag_field = {SYS_FLAG_AT, 4, 0}, born_field = {BORN_TIMESTAMP_AT, 8, 0},
              stored_field = {STORE_TIMESTAMP_AT_V4, 8, BORN_HOST_V6},
-             reconsume_field = {RECONSUME_TIMES_AT_V4, 4, BORN_HOST_V6 | STORE_HOST_V6},
-             prepared_field = {PREPARED_OFFSET_AT_V4, 8, BORN_HOST_V6 | STORE_HOST_V6};
+             reconsume_field = {RECONSUME_TIMES_AT_V4, 4, BORN_HOST_V6 | STORE_HOST_V6};
 
 static PyObject *located_number(Located *self, void *closure)
 {
@@ -285,17 +238,6 @@ int located_plain(Located *message, Near *near, PyObject **head, PyObject **body
     return plain;
 }
 
-static PyObject *located_plain_parts(Located *self, PyObject *nothing)
-{
-    PyObject *head, *body;
-    Near near = {0};
-    int plain = located_plain(self, &near, &head, &body);
-    near_close(&near);
-    if (plain <= 0)
-        return plain < 0 ? NULL : Py_NewRef(Py_None);
-    return Py_BuildValue("NN", head, body);
-}
-
 static PyMemberDef located_members[] = {
     {"_batch", T_OBJECT, offsetof(Located, batch), READONLY, NULL},
     {"_start", T_LONGLONG, offsetof(Located, start), READONLY, NULL},
@@ -315,10 +257,6 @@ static PyGetSetDef located_attributes[] = {
     {"queue", (getter)located_queue, NULL, "Queue that contains this copy.", NULL},
     {"topic", (getter)located_queue, NULL, "Topic of that queue.", &topic_index},
     {"queue_id", (getter)located_queue, NULL, "Id of that queue in its topic, from 0.", &queue_id_index},
-    {"tag", (getter)located_property, NULL, "Tag that consumers filter by, or None.", &tag_name},
-    {"keys", (getter)located_keys, NULL, "Keys that `find` looks the message up by, besides its unique key.", NULL},
-    {"message_group", (getter)located_property, NULL,
-     "Name of the group whose messages keep their order, or None.", &group_name},
     NUMBER("size", size_field, "Size of the whole record in bytes."),
     NUMBER("flag", flag_field, "The sender's own number, 32 bits; 0 unless it was set."),
     NUMBER("physical_offset", physical_field, "Position of the record in the commitlog."),
@@ -326,14 +264,10 @@ static PyGetSetDef located_attributes[] = {
     NUMBER("born_timestamp_ms", born_field, "Time of its creation, by its sender's clock: ms since the epoch."),
     NUMBER("store_timestamp_ms", stored_field, "When this copy was stored: ms since the epoch."),
     NUMBER("reconsume_times", reconsume_field, "Number of ended attempts, as stored with this copy."),
-    NUMBER("prepared_transaction_offset", prepared_field,
-           "Of a half message and its ends: position of the half message in the commitlog; otherwise 0."),
     {NULL},
 };
 
 static PyMethodDef located_methods[] = {
-    {"_plain_parts", (PyCFunction)located_plain_parts, METH_NOARGS,
-     "(header, stored body) of a record with two IPv4 hosts and no open transaction; None for any other."},
     {"_stored_property", (PyCFunction)located_stored_property, METH_O,
      "One of `stored_properties`, found without decoding the others; None if it has no such property."},
     {NULL},
@@ -359,10 +293,7 @@ int message_init(void)
     buffer_name = PyUnicode_InternFromString("buffer");
     queue_name = PyUnicode_InternFromString("queue");
     stored_body_name = PyUnicode_InternFromString("_stored_body");
-    tag_name = PyUnicode_InternFromString("TAGS");
-    keys_name = PyUnicode_InternFromString("KEYS");
-    group_name = PyUnicode_InternFromString("__SHARDINGKEY");
-    return buffer_name && queue_name && stored_body_name && tag_name && keys_name && group_name ? PyType_Ready(&LocatedType) : -1;
+    return buffer_name && queue_name && stored_body_name ? PyType_Ready(&LocatedType) : -1;
 }
 
 /* tagged(messages, tags) -> list of the messages whose tag is in the set `tags` */

@@ -24,7 +24,7 @@ static PyMethodDef functions[] = {FUNCTIONS(FUNCTION) {NULL}};
 static int fill(PyObject *module)
 {
     PyTypeObject *const types[] = {&QueueTailType, &LogTailType, &SenderType, &LocatedType, &BatchFieldsType,
-                                   &TimelineFieldsType, &QueueFieldsType, &PutMethodType, &PopFieldsType};
+                                   &TimelineFieldsType, &QueueFieldsType, &PutMethodType, &PopFieldsType, &LeaseFieldsType};
     if (crc32c_init() < 0 || message_init() < 0 || pop_init() < 0 || sender_init() < 0 ||
         PyModule_AddIntConstant(module, "VERSION", NATIVE_VERSION) < 0 ||
         PyModule_AddIntConstant(module, "SOURCES", MQSTORE_NATIVE_SOURCES) < 0)

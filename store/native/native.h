@@ -13,7 +13,7 @@
 #include "table.h"
 
 /* Incremented with every change of a function's arguments or result; store/mqstore/native.py has the same number. */
-#define NATIVE_VERSION 39
+#define NATIVE_VERSION 40
 
 #if !defined(__GNUC__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || !defined(__LP64__)
 #error "built by GCC or Clang, for processors with 64 bits that are little-endian; elsewhere mqstore runs on Python and numpy"
@@ -40,13 +40,13 @@
         name##_clear(self);                                                   \
         Py_TYPE(self)->tp_free((PyObject *)self);                             \
     }
-/* The members of such a type's PyTypeObject that are the same for all. */
-#define COLLECTED_TYPE(name, Type)                                            \
+/* The members of such a type's PyTypeObject that are the same for all. `make` is its `tp_new`, followed by other flags, if any. */
+#define COLLECTED_TYPE(name, Type, make, ...)                                 \
     PyVarObject_HEAD_INIT(NULL, 0)                                            \
     .tp_name = "mqstore._native." #Type,                                      \
     .tp_basicsize = sizeof(Type),                                             \
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, \
-    .tp_new = PyType_GenericNew,                                              \
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC __VA_ARGS__, \
+    .tp_new = make,                                              \
     .tp_dealloc = (destructor)name##_dealloc,                                 \
     .tp_traverse = (traverseproc)name##_traverse,                             \
     .tp_clear = (inquiry)name##_clear
@@ -149,6 +149,10 @@ bool hold_range(PyObject *object, int64_t start, int64_t end, Py_buffer *view);
 /* Return true if a function got as many arguments as it takes; otherwise an exception is set. */
 bool has_arguments(const char *name, Py_ssize_t got, Py_ssize_t wanted);
 
+/* Write a number as text, and return the position after it. */
+enum { NUMBER_BYTES = 20 }; /* of 64 bits, with its sign */
+char *write_number(char *at, long long number);
+
 /* From this many bytes on, a loop releases the interpreter lock so that other threads can run. */
 #define LONG_BYTES (1 << 16)
 
@@ -182,7 +186,7 @@ enum { ANY = -1 };
 #define DECLARED(name, count) PyObject *native_##name(PyObject *, PyObject *const *, Py_ssize_t);
 FUNCTIONS(DECLARED)
 extern PyTypeObject QueueTailType, LogTailType, LocatedType, SenderType, PutMethodType;
-extern PyTypeObject BatchFieldsType, TimelineFieldsType, QueueFieldsType, PopFieldsType;
+extern PyTypeObject BatchFieldsType, TimelineFieldsType, QueueFieldsType, PopFieldsType, LeaseFieldsType;
 int message_init(void);
 int pop_init(void);
 int sender_init(void);

@@ -14,13 +14,9 @@ bool add(Text *to, const char *from, size_t size)
 
 bool add_number(Text *to, const char *name, long long value)
 {
-    char digits[24], *end = digits + sizeof digits, *at = end;
-    *--at = 2;
-    do
-        *--at = (char)('0' + value % 10);
-    while (value /= 10);
-    *--at = 1;
-    return add(to, name, strlen(name)) && add(to, at, (size_t)(end - at));
+    char text[NUMBER_BYTES + 2] = {1}, *end = write_number(text + 1, value);
+    *end++ = 2;
+    return add(to, name, strlen(name)) && add(to, text, (size_t)(end - text));
 }
 
 bool small_integer(PyObject *value, int32_t *found)

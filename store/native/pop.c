@@ -16,7 +16,6 @@ enum {
     HEAD_BYTES = 1024,     /* room for the names in a record: Python handles longer ones */
     MIN_INVISIBLE_MS = 100,
     MAX_INVISIBLE_MS = 12 * 3600 * 1000,
-    NUMBER_BYTES = 20,     /* of 64 bits, with its sign */
     TEXT_BYTES = 192,      /* room for the numbers of a record or receipt, six at most, and the text between them */
     POPPED_BYTES = HEAD_BYTES + TEXT_BYTES + 3 * MAX_BATCH,
     ENTRY_AT = 16,    /* bytes before the body of an entry (journal.py) */
@@ -31,7 +30,7 @@ enum { SOURCE, SETTLED, AT_ONCE };
 #define NO_ORDER " 0 0 mqstore "
 #define IN_ORDER " 999 0 mqstore "
 
-static PyObject *compact_name;
+static PyObject *compact_name, *pop_name, *ack_name, *ack_verb;
 
 /* Read the number in `object`; false, without an exception, if it is not an int of 64 bits. */
 static bool number_of(PyObject *object, long long *number)
@@ -50,19 +49,20 @@ static char *write_text(char *at, const char *text)
     return at + size;
 }
 
-static char *write_number(char *at, long long number)
+char *write_number(char *at, long long number)
 {
-    char digits[NUMBER_BYTES];
-    int count = 0;
+    char digits[NUMBER_BYTES + 1], *begin = digits + sizeof digits;
     unsigned long long rest = number < 0 ? 0ULL - (unsigned long long)number : (unsigned long long)number;
-    do
-        digits[count++] = (char)('0' + rest % 10);
-    while (rest /= 10);
     if (number < 0)
         *at++ = '-';
-    while (count)
-        *at++ = digits[--count];
-    return at;
+    do { /* two digits at once, since each division waits for the one before */
+        *--begin = (char)('0' + rest % 100 % 10);
+        *--begin = (char)('0' + rest % 100 / 10);
+    } while (rest /= 100);
+    begin += *begin == '0' && begin + 1 < digits + sizeof digits;
+    size_t size = (size_t)(digits + sizeof digits - begin);
+    memcpy(at, begin, size);
+    return at + size;
 }
 
 static PyObject *ascii_of(const char *text, Py_ssize_t size)
@@ -594,33 +594,39 @@ static int settle_run(PopFields *self, PyObject *states, const Claim *claims, in
     return done;
 }
 
-/* settle(states, receipts) -> number of receipts settled, from the front; `settle` of `UnorderedQueues` or
-   `OrderedQueues` must do the others.
-
-   Acknowledges deliveries that are in flight in `states`, a list by queue id. The states' locks are acquired here. */
-static PyObject *method_settle(PopFields *self, PyObject *const *args, Py_ssize_t nargs)
+/* Acknowledge deliveries that are in flight in `states`, a list by queue id. The states' locks are acquired here. Return the number
+   of receipts settled, from the front, or -1 with an exception. `settle` of `UnorderedQueues` or `OrderedQueues` must do the others. */
+static int settle_all(PopFields *self, PyObject *states, PyObject *given)
 {
-    if (!has_arguments("settle", nargs, 2))
-        return NULL;
     Claim claims[MOST_CLAIMS];
-    int count = 0, done = 0;
-    if (has_log(self) && PyList_CheckExact(args[0]) && PyList_CheckExact(args[1]) && PyList_GET_SIZE(args[1]) <= MOST_CLAIMS)
-        count = (int)PyList_GET_SIZE(args[1]);
+    bool listed = PyList_CheckExact(given); /* otherwise it is one receipt */
+    PyObject *const *receipts = listed ? ((PyListObject *)given)->ob_item : &given;
+    Py_ssize_t size = listed ? PyList_GET_SIZE(given) : 1;
+    int count = has_log(self) && PyList_CheckExact(states) && size <= MOST_CLAIMS ? (int)size : 0, done = 0;
     for (int i = 0; i < count; i++)
-        if (!claim_of(PyList_GET_ITEM(args[1], i), &claims[i], i ? PyList_GET_ITEM(args[1], i - 1) : NULL, i ? &claims[i - 1] : NULL) ||
-            claims[i].queue_id >= PyList_GET_SIZE(args[0]))
+        if (!claim_of(receipts[i], &claims[i], i ? receipts[i - 1] : NULL, i ? &claims[i - 1] : NULL) ||
+            claims[i].queue_id >= PyList_GET_SIZE(states))
             count = 0;
-    if (count && run_of(claims, count) < count && !are_apart(args[0], claims, count))
+    if (count && run_of(claims, count) < count && !are_apart(states, claims, count))
         count = 0;
     while (done < count) {
-        int run = run_of(claims + done, count - done), settled = settle_run(self, args[0], claims + done, run);
+        int run = run_of(claims + done, count - done), settled = settle_run(self, states, claims + done, run);
         if (settled < 0)
-            return NULL;
+            return -1;
         if (!settled)
             break;
         done += run;
     }
-    return PyLong_FromLong(done);
+    return done;
+}
+
+/* settle(states, receipts) -> number of receipts settled (`settle_all`). */
+static PyObject *method_settle(PopFields *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!has_arguments("settle", nargs, 2))
+        return NULL;
+    int done = settle_all(self, args[0], args[1]);
+    return done < 0 ? NULL : PyLong_FromLong(done);
 }
 
 /* Return the route of a group and topic. A new reference; NULL, perhaps with an exception, if there is none. */
@@ -655,21 +661,117 @@ static PyObject *method_pop_at_once(PopFields *self, PyObject *const *args, Py_s
     return found == Py_None ? PyList_New(0) : found;
 }
 
+static int ack_all(PopFields *self, PyObject *group, PyObject *topic, PyObject *receipts)
+{
+    PyObject *route = route_of(self, group, topic);
+    bool known = route && PyTuple_GET_ITEM(route, SETTLED) != Py_None;
+    int done = known ? settle_all(self, PyTuple_GET_ITEM(route, SETTLED), receipts) : PyErr_Occurred() ? -1 : 0;
+    Py_XDECREF(route);
+    return done;
+}
+
 /* ack_at_once(group, topic, receipts) -> the number settled, like `PopService.ack_at_once`. */
 static PyObject *method_ack_at_once(PopFields *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("ack_at_once", nargs, 3))
         return NULL;
-    PyObject *route = route_of(self, args[0], args[1]), *states = route ? PyTuple_GET_ITEM(route, SETTLED) : Py_None, *done = NULL;
-    if (states != Py_None) {
-        PyObject *items[] = {states, args[2]};
-        done = method_settle(self, items, 2);
-    } else if (!PyErr_Occurred()) {
-        done = PyLong_FromLong(0);
-    }
-    Py_XDECREF(route);
-    return done;
+    int done = ack_all(self, args[0], args[1], args[2]);
+    return done < 0 ? NULL : PyLong_FromLong(done);
 }
+
+/* --- a lease (client/delivery.py) --- */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *context, *delivery, *message, *verb, *expires_at, *value;
+} LeaseFields;
+
+#define LEASE(F) F(context) F(delivery) F(message) F(verb) F(expires_at) F(value)
+enum { RECEIPT = 1, TOPIC = 3 };                          /* members of a `Delivery` */
+enum { BROKER, GROUP, WAITING, TOLD, CONTEXT_ITEMS }; /* the first members of a `LeaseContext` */
+
+COLLECTED(lease, LeaseFields, LEASE)
+
+/* Return the `PopFields` whose method a broker has under this name: only one of this process does. A new reference; NULL, perhaps
+   with an exception, for others. */
+static PopFields *tables_of(PyObject *context, PyObject *name, void *method)
+{
+    bool whole = context && PyTuple_Check(context) && PyTuple_GET_SIZE(context) >= CONTEXT_ITEMS;
+    PyObject *found = whole ? PyObject_GetAttr(PyTuple_GET_ITEM(context, BROKER), name) : NULL, *tables = NULL;
+    if (found && PyCFunction_Check(found) && (void *)PyCFunction_GET_FUNCTION(found) == method)
+        tables = Py_NewRef(PyCFunction_GET_SELF(found));
+    Py_XDECREF(found);
+    return (PopFields *)tables;
+}
+
+/* _get_at_once(context, topic, invisible_ms, order) -> a lease, or None: like `LeaseFields` of delivery.py. */
+static PyObject *lease_get(PyTypeObject *type, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!has_arguments("_get_at_once", nargs, 4))
+        return NULL;
+    PopFields *tables = tables_of(args[0], pop_name, method_pop_at_once);
+    if (!tables)
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    /* First, since a delivery without its lease is lost until its time is over. */
+    LeaseFields *lease = (LeaseFields *)type->tp_alloc(type, 0);
+    PyObject *one = PyLong_FromLong(1), *items[] = {PyTuple_GET_ITEM(args[0], GROUP), args[1], one, args[2], args[3]};
+    PyObject *found = lease ? method_pop_at_once(tables, items, 5) : NULL;
+    if (found && PyList_GET_SIZE(found)) {
+        lease->context = Py_NewRef(args[0]);
+        lease->delivery = Py_NewRef(PyList_GET_ITEM(found, 0));
+    } else if (lease) {
+        Py_SETREF(lease, found ? (LeaseFields *)Py_NewRef(Py_None) : NULL);
+    }
+    Py_XDECREF(found);
+    Py_DECREF(one);
+    Py_DECREF(tables);
+    return (PyObject *)lease;
+}
+
+/* _ack_at_once() -> True if the message was acknowledged, like `LeaseFields` of delivery.py. */
+static PyObject *lease_ack(LeaseFields *self, PyObject *nothing)
+{
+    PyObject *context = self->context, *delivery = self->delivery;
+    bool is_new = !self->verb || self->verb == Py_None;
+    PopFields *tables = is_new && delivery && PyTuple_Check(delivery) && PyTuple_GET_SIZE(delivery) > TOPIC
+                            ? tables_of(context, ack_name, method_ack_at_once) : NULL;
+    if (!tables)
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_False);
+    Py_INCREF(context);
+    Py_INCREF(delivery);
+    int done = ack_all(tables, PyTuple_GET_ITEM(context, GROUP), PyTuple_GET_ITEM(delivery, TOPIC),
+                       PyTuple_GET_ITEM(delivery, RECEIPT));
+    if (done > 0) {
+        Py_XSETREF(self->verb, Py_NewRef(ack_verb));
+        PyObject *told = PyTuple_GET_ITEM(context, TOLD), *waiting = PyTuple_GET_ITEM(context, WAITING);
+        bool quiet = told == Py_None || (PyAnySet_Check(waiting) && !PySet_GET_SIZE(waiting));
+        if (!quiet && !succeeded(PyObject_CallFunctionObjArgs(told, self, ack_verb, NULL)))
+            done = -1;
+    }
+    Py_DECREF(delivery);
+    Py_DECREF(context);
+    Py_DECREF(tables);
+    return done < 0 ? NULL : PyBool_FromLong(done);
+}
+
+static PyMethodDef lease_methods[] = {
+    {"_get_at_once", (PyCFunction)(void (*)(void))lease_get, METH_FASTCALL | METH_CLASS, "Get: see client/delivery.py."},
+    {"_ack_at_once", (PyCFunction)lease_ack, METH_NOARGS, "Acknowledge: see client/delivery.py."},
+    {NULL},
+};
+
+static PyMemberDef lease_members[] = {
+#define LEASE_MEMBER(field) {"_" #field, T_OBJECT, offsetof(LeaseFields, field), 0, NULL},
+    LEASE(LEASE_MEMBER)
+    {NULL},
+};
+
+PyTypeObject LeaseFieldsType = {
+    COLLECTED_TYPE(lease, LeaseFields, PyType_GenericNew),
+    .tp_doc = "A delivery with the verb that settled it.",
+    .tp_members = lease_members,
+    .tp_methods = lease_methods,
+};
 
 static PyMethodDef pop_fields_methods[] = {
     {"pop_at_once", (PyCFunction)(void (*)(void))method_pop_at_once, METH_FASTCALL, "Return deliveries: see pop/service.py."},
@@ -694,7 +796,7 @@ static PyMemberDef pop_fields_members[] = {
 };
 
 PyTypeObject PopFieldsType = {
-    COLLECTED_TYPE(pop_fields, PopFields),
+    COLLECTED_TYPE(pop_fields, PopFields, PyType_GenericNew),
     .tp_doc = "Delivers and settles messages.",
     .tp_members = pop_fields_members,
     .tp_methods = pop_fields_methods,
@@ -703,5 +805,8 @@ PyTypeObject PopFieldsType = {
 int pop_init(void)
 {
     compact_name = PyUnicode_InternFromString("compact");
-    return !compact_name || pop_fields_init() < 0 || PyType_Ready(&PopFieldsType) < 0 ? -1 : 0;
+    pop_name = PyUnicode_InternFromString("pop_at_once");
+    ack_name = PyUnicode_InternFromString("ack_at_once");
+    ack_verb = PyUnicode_InternFromString("ack");
+    return !compact_name || !pop_name || !ack_name || !ack_verb || pop_fields_init() < 0 || PyType_Ready(&PopFieldsType) < 0 ? -1 : 0;
 }

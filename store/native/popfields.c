@@ -4,7 +4,7 @@
 #include <stddef.h>
 #include <structmember.h>
 
-static PyObject *acquire, *is_owned, *release, *heappush; /* the first three are methods of RLock, without a look-up by name */
+static PyObject *heappush, *acquire, *is_owned, *release, *no_args, *at_once; /* methods of RLock, and arguments for them */
 
 /* --- a batch --- */
 
@@ -55,7 +55,7 @@ static PyMemberDef timeline_members[] = {
 };
 
 PyTypeObject TimelineFieldsType = {
-    COLLECTED_TYPE(timeline, TimelineFields),
+    COLLECTED_TYPE(timeline, TimelineFields, PyType_GenericNew),
     .tp_doc = "Batches by the time at which they become visible.",
     .tp_members = timeline_members,
 };
@@ -71,13 +71,9 @@ int timeline_add(TimelineFields *self, PyObject *at, PyObject *batch)
         if (PyList_Append(there, batch) < 0)
             return -1;
     } else {
-        PyObject *both = PyList_New(2);
-        if (!both)
-            return -1;
-        PyList_SET_ITEM(both, 0, Py_NewRef(there));
-        PyList_SET_ITEM(both, 1, Py_NewRef(batch));
-        int set = PyDict_SetItem(self->buckets, at, both);
-        Py_DECREF(both);
+        PyObject *both = Py_BuildValue("[OO]", there, batch);
+        int set = both ? PyDict_SetItem(self->buckets, at, both) : -1;
+        Py_XDECREF(both);
         if (set < 0)
             return -1;
     }
@@ -104,7 +100,7 @@ static PyMemberDef queue_fields_members[] = {
 };
 
 PyTypeObject QueueFieldsType = {
-    COLLECTED_TYPE(queue_fields, QueueFields),
+    COLLECTED_TYPE(queue_fields, QueueFields, PyType_GenericNew),
     .tp_doc = "State of a queue that is popped from.",
     .tp_members = queue_fields_members,
 };
@@ -128,10 +124,8 @@ PyObject *first_ready(PyObject *ranks)
     for (Py_ssize_t at = 0; at < PyList_GET_SIZE(ranks); at++) {
         PyObject *rank = PyList_GET_ITEM(ranks, at);
         if (!PyTuple_Check(rank) || PyTuple_GET_SIZE(rank) != 3 || !is_whole(PyTuple_GET_ITEM(rank, 1)) ||
-            !is_a(PyTuple_GET_ITEM(rank, 2), &QueueTailType)) {
-            PyErr_SetString(PyExc_TypeError, "a rank is a mark, a state and the end of a queue");
-            return NULL;
-        }
+            !is_a(PyTuple_GET_ITEM(rank, 2), &QueueTailType))
+            return PyErr_Format(PyExc_TypeError, "a rank is a mark, a state and the end of a queue");
         const QueueFields *state = (const QueueFields *)PyTuple_GET_ITEM(rank, 1);
         if (((const QueueTail *)PyTuple_GET_ITEM(rank, 2))->next_offset > state->cursor || state->cursor < 0 ||
             PyDict_GET_SIZE(state->released))
@@ -140,11 +134,23 @@ PyObject *first_ready(PyObject *ranks)
     return Py_None;
 }
 
+/* Call a method of RLock directly: the usual ways check and copy the arguments, which takes as long again. */
+static PyObject *call(PyObject *method, PyObject *lock, PyObject *args)
+{
+    const PyMethodDef *def = ((PyMethodDescrObject *)method)->d_method;
+    if (def->ml_flags == METH_NOARGS)
+        return def->ml_meth(lock, NULL);
+    if (def->ml_flags == (METH_VARARGS | METH_KEYWORDS))
+        return ((PyCFunctionWithKeywords)(void (*)(void))def->ml_meth)(lock, args, NULL);
+    PyObject *both[] = {lock, PyTuple_GET_SIZE(args) ? PyTuple_GET_ITEM(args, 0) : NULL};
+    return PyObject_Vectorcall(method, both, (size_t)PyTuple_GET_SIZE(args) + 1, NULL);
+}
+
 int try_lock(QueueFields *state)
 {
-    PyObject *args[] = {state->lock, Py_False}, *owned = PyObject_Vectorcall(is_owned, args, 1, NULL);
+    PyObject *owned = call(is_owned, state->lock, no_args);
     /* If it is owned, a signal handler has interrupted its owner: Python raises the error. */
-    PyObject *granted = owned == Py_False ? PyObject_Vectorcall(acquire, args, 2, NULL) : Py_NewRef(Py_False);
+    PyObject *granted = owned == Py_False ? call(acquire, state->lock, at_once) : Py_NewRef(Py_False);
     int taken = owned && granted ? granted == Py_True : -1;
     Py_XDECREF(owned);
     Py_XDECREF(granted);
@@ -155,12 +161,10 @@ PyObject *unlocked(PyObject *lock, PyObject *result)
 {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    if (!succeeded(PyObject_CallOneArg(release, lock))) {
-        Py_XDECREF(type);
-        Py_XDECREF(value);
-        Py_XDECREF(traceback);
+    bool released = succeeded(call(release, lock, no_args));
+    if (!released)
         Py_CLEAR(result);
-    } else
+    if (released || type) /* the first error counts */
         PyErr_Restore(type, value, traceback);
     Py_DECREF(lock);
     return result;
@@ -170,7 +174,7 @@ int pop_fields_init(void)
 {
     PyObject *module = PyImport_ImportModule("_thread"), *lock = module ? PyObject_GetAttrString(module, "RLock") : NULL;
     Py_XSETREF(module, PyImport_ImportModule("heapq"));
-    if (!lock || !module || !(heappush = PyObject_GetAttrString(module, "heappush")) ||
+    if (!lock || !module || !(no_args = PyTuple_New(0)) || !(at_once = PyTuple_Pack(1, Py_False)) || !(heappush = PyObject_GetAttrString(module, "heappush")) ||
         !(acquire = PyObject_GetAttrString(lock, "acquire")) || !(is_owned = PyObject_GetAttrString(lock, "_is_owned")) ||
         !(release = PyObject_GetAttrString(lock, "release")))
         return -1;

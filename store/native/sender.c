@@ -470,15 +470,8 @@ static PyObject *sender_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 }
 
 PyTypeObject SenderType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "mqstore._native.Sender",
+    COLLECTED_TYPE(sender, Sender, sender_new),
     .tp_doc = "References to a store for puts of messages with options.",
-    .tp_basicsize = sizeof(Sender),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_new = sender_new,
-    .tp_dealloc = (destructor)sender_dealloc,
-    .tp_traverse = (traverseproc)sender_traverse,
-    .tp_clear = (inquiry)sender_clear,
     .tp_methods = sender_methods,
 };
 
@@ -560,15 +553,8 @@ static PyGetSetDef method_attributes[] = {
 };
 
 PyTypeObject PutMethodType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "mqstore._native.PutMethod",
+    COLLECTED_TYPE(method, PutMethod, method_new, | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR),
     .tp_doc = "The method `put` of a class: by the Sender in the slot `_sender` of its object, otherwise by a function.",
-    .tp_basicsize = sizeof(PutMethod),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
-    .tp_new = method_new,
-    .tp_dealloc = (destructor)method_dealloc,
-    .tp_traverse = (traverseproc)method_traverse,
-    .tp_clear = (inquiry)method_clear,
     .tp_call = PyVectorcall_Call,
     .tp_vectorcall_offset = offsetof(PutMethod, call),
     .tp_dictoffset = offsetof(PutMethod, attributes),

@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 from types import TracebackType
-from typing import Any, Generic, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Self
 
 from mqstore.broker.names import is_retry_topic, queue_name
 from mqstore.broker.redelivery.retry import origin_topic
-from mqstore.client.codecs import Codec, T
+from mqstore.client.codecs import BYTES, Codec, T
 from mqstore.client.interceptors import Settled
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.push.handlers import Reject, Retry, retry_delay, shortened
@@ -35,6 +36,7 @@ from mqstore.contract import Delivery as Popped
 from mqstore.errors import ConfigError, MQStoreError, ReceiptExpiredError
 from mqstore.layout.properties import RETRY_TOPIC
 from mqstore.log.message import Message
+from mqstore.native import kernel
 from mqstore.options import Duration, seconds
 
 _log = logging.getLogger("mqstore")
@@ -86,35 +88,72 @@ def as_sent(message: Message, group: str) -> Message:
 _LONGEST_S = 12 * 3600
 """Longest lease, and longest delay before a failed message is redelivered."""
 _PROGRESS_MAX = 200
-_UNREAD: Any = object()
 
 Verb = Literal["ack", "nack", "reject", "release"]
 
 
 class LeaseContext(NamedTuple):
-    """State that the leases of a consumer share."""
+    """State that the leases of a consumer share. Compiled code uses the first four members."""
 
     broker: BrokerContract
     group: str
+    waiting: AbstractSet[object] | None
+    """`told` need not be called while this set is empty. None: it is always called."""
+    told: Callable[[Any, Settled], None] | None
+    """Function to call for each lease that was settled."""
     log: LimitedLog
     """Its owner closes it."""
-    told: Callable[[Any, Settled], None] | None = None
-    """Function to call for each lease that was settled."""
     visibility_s: float = 60
     """Time by which `progress` extends a lease."""
+    codec: Codec[Any] = BYTES
 
 
-class Lease:
+class LeaseFields:
+    """Base of `Lease`."""
+
+    __slots__ = ("_context", "_delivery", "_expires_at", "_message", "_value", "_verb")
+
+    _context: LeaseContext
+    _delivery: Popped
+    _message: Message | None
+    _verb: Verb | None
+    _expires_at: float | None
+    _value: Any
+
+
+if not TYPE_CHECKING and kernel is not None:
+    LeaseFields = kernel.LeaseFields
+
+
+class Lease(LeaseFields):
     """Delivery with the verbs that settle it. Thread-safe: the first verb settles it."""
 
-    __slots__ = ("_context", "_delivery", "_expires_at", "_message", "_verb")
+    __slots__ = ()
 
     def __init__(self, context: LeaseContext, delivery: Popped) -> None:
         self._context = context
         self._delivery = delivery
-        self._message: Message | None = None
-        self._verb: Verb | None = None
-        self._expires_at: float | None = None
+        self._message = self._verb = self._expires_at = self._value = None
+
+    if TYPE_CHECKING or kernel is None:
+
+        @classmethod
+        def _get_at_once(cls, context: LeaseContext, topic: str, invisible_ms: int, order: bool) -> Self | None:
+            """Get a message that is prefetched, without waiting for a lock or the disk.
+            None does not mean that there is none: then call `pop`."""
+            found = context.broker.pop_at_once(context.group, topic, 1, invisible_ms, order)
+            return cls(context, found[0]) if found else None
+
+        def _ack_at_once(self) -> bool:
+            """Acknowledge if no lock and no disk has to be waited for. Return False if nothing was done.
+            The caller then calls `ack`."""
+            context, delivery = self._context, self._delivery
+            if self._verb is not None:
+                return False
+            if not context.broker.ack_at_once(context.group, delivery.topic, [delivery.receipt]):
+                return False
+            self._note("ack", "ack")
+            return True
 
     @property
     def expires_at(self) -> float:
@@ -153,17 +192,6 @@ class Lease:
             context, delivery = self._context, self._delivery
             context.broker.ack(context.group, delivery.topic, [delivery.receipt])
             self._note("ack", "ack")
-
-    def _ack_at_once(self) -> bool:
-        """Acknowledge if no lock and no disk has to be waited for. Return False if nothing was done.
-        The caller then calls `ack`."""
-        context, delivery = self._context, self._delivery
-        if self._verb is not None:
-            return False
-        if not context.broker.ack_at_once(context.group, delivery.topic, [delivery.receipt]):
-            return False
-        self._note("ack", "ack")
-        return True
 
     def _is_poppable(self, context: LeaseContext, topic: str) -> bool:
         """Return True if a pop of this topic by this owner may acknowledge it (`BrokerContract.pop`)."""
@@ -228,9 +256,9 @@ class Lease:
         raise ReceiptExpiredError(f"{self!r} was settled before, by {self._verb}; nothing was changed")
 
     def _note(self, verb: Verb, outcome: Settled) -> None:
-        self._verb = verb
-        if self._context.told is not None:
-            self._context.told(self, outcome)
+        self._verb, context = verb, self._context
+        if context.told is not None and (context.waiting is None or context.waiting):
+            context.told(self, outcome)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -320,24 +348,14 @@ class Task(Lease, Generic[T]):
     0
     """
 
-    __slots__ = ("_codec", "_value")
-
-    def __init__(self, context: LeaseContext, delivery: Popped, codec: Codec[T]) -> None:
-        # Inline `Lease.__init__`: one call less for each item.
-        self._context = context
-        self._delivery = delivery
-        self._message = None
-        self._verb = None
-        self._expires_at = None
-        self._codec = codec
-        self._value: Any = _UNREAD
+    __slots__ = ()
 
     @property
     def value(self) -> T:
         """Item that was put. Raises FormatError if the queue's codec cannot decode it.
         Inside `with` that is a failed attempt."""
-        if self._value is _UNREAD:
-            self._value = self._codec.decode(self._delivery.message.body)
+        if self._value is None:
+            self._value = self._context.codec.decode(self._delivery.message.body)
         value: T = self._value
         return value
 

@@ -116,7 +116,7 @@ class SimpleConsumer(Closing):
         self._hooks = Interceptors(interceptors, self._log)
         self._changing = Lock()
         told = self._settled if self._hooks.on_settle else None
-        self._context = LeaseContext(broker, group, self._log, told, self._visibility_s)
+        self._context = LeaseContext(broker, group, None, told, self._log, self._visibility_s)
         if topics is not None and not isinstance(topics, Mapping):
             raise ConfigError(f"topics is a mapping of names to tags, {{'orders': '*'}}, not {topics!r:.80}")
         subscriptions = {topic: wanted(broker, topic, tags) for topic, tags in (topics or {}).items()}

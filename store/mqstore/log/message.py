@@ -178,20 +178,6 @@ class Located:
         return int(_I4(self._buffer, self._body_start() - BODY_AT_V4 + RECONSUME_TIMES_AT_V4)[0])
 
     @property
-    def prepared_transaction_offset(self) -> int:
-        """Physical offset of the half message, in a half message and in the records that end it. Otherwise 0."""
-        return int(_I8(self._buffer, self._body_start() - BODY_AT_V4 + PREPARED_OFFSET_AT_V4)[0])
-
-    def _plain_parts(self) -> tuple[bytes, bytes] | None:
-        """Return (header, stored body) of an ordinary record, or None.
-        Ordinary records have two IPv4 hosts and their own body. No transaction holds them back."""
-        buffer, start, flags = self._batch.buffer, self._start, self.sys_flag
-        if flags & _V6 or flags & TRANSACTION_MASK not in (0, TRANSACTION_COMMIT) or is_reference(flags):
-            return None
-        begin = start + BODY_AT_V4
-        return buffer[start:begin], buffer[begin : begin + _I4(buffer, begin - BODY_LENGTH_BYTES)[0]]
-
-    @property
     def _encoded_properties(self) -> bytes:
         """Properties as stored bytes (format#properties)."""
         buffer, at = self._batch.buffer, self._body_start()
@@ -202,21 +188,6 @@ class Located:
             at += 1 + buffer[at]
         length = buffer[at] << 8 | buffer[at + 1]
         return buffer[at + 2 : at + 2 + length]
-
-    @property
-    def tag(self) -> str | None:
-        """Tag that consumers filter by, or None."""
-        return self._stored_property(TAGS)
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Keys by which `find` looks the message up, besides its unique key."""
-        return tuple(filter(None, (self._stored_property(KEYS) or "").split(" ")))
-
-    @property
-    def message_group(self) -> str | None:
-        """Name of the group whose messages keep their order, or None."""
-        return self._stored_property(SHARDINGKEY)
 
     def _stored_property(self, name: str) -> str | None:
         """Return one of `stored_properties` without decoding the others, or None if it does not exist."""
@@ -259,6 +230,21 @@ class Message(Located):
         """Key that is the same in every copy of the message. Use it to detect duplicates."""
         return self._stored_property(UNIQ_KEY) or self._stored_property(ORIGIN_MESSAGE_ID) or self.message_id
 
+    @property
+    def tag(self) -> str | None:
+        """Tag that consumers filter by, or None."""
+        return self._stored_property(TAGS)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys by which `find` looks the message up, besides its unique key."""
+        return tuple(filter(None, (self._stored_property(KEYS) or "").split(" ")))
+
+    @property
+    def message_group(self) -> str | None:
+        """Name of the group whose messages keep their order, or None."""
+        return self._stored_property(SHARDINGKEY)
+
     # -- header -----------------------------------------------------------------------------------------------------
 
     @property
@@ -270,6 +256,11 @@ class Message(Located):
     def stored_at(self) -> datetime:
         """`store_timestamp_ms` in UTC."""
         return _instant(self.store_timestamp_ms)
+
+    @property
+    def prepared_transaction_offset(self) -> int:
+        """Physical offset of the half message, in a half message and in the records that end it. Otherwise 0."""
+        return int(_I8(self._buffer, self._body_start() - BODY_AT_V4 + PREPARED_OFFSET_AT_V4)[0])
 
     def _host(self, *, store: bool) -> bytes:
         flags = self.sys_flag
@@ -322,6 +313,15 @@ class Message(Located):
         start = self._body_start()
         stored = buffer[start : start + _I4(buffer, start - BODY_LENGTH_BYTES)[0]]
         return inflate(self.sys_flag, stored) if self.sys_flag & COMPRESSED else stored
+
+    def _plain_parts(self) -> tuple[bytes, bytes] | None:
+        """Return (header, stored body) of an ordinary record, or None.
+        Ordinary records have two IPv4 hosts and their own body. No transaction holds them back."""
+        buffer, start, flags = self._batch.buffer, self._start, self.sys_flag
+        if flags & _V6 or flags & TRANSACTION_MASK not in (0, TRANSACTION_COMMIT) or is_reference(flags):
+            return None
+        begin = start + BODY_AT_V4
+        return buffer[start:begin], buffer[begin : begin + _I4(buffer, begin - BODY_LENGTH_BYTES)[0]]
 
     @property
     def body_view(self) -> memoryview:

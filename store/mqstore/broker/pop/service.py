@@ -265,16 +265,17 @@ class PopService(BackgroundService):
         and settles nothing, if a receipt is not one of this group and topic. Raises ReceiptExpiredError for messages
         that were already redelivered (its `receipts`); the others are settled."""
         waits = self._flush_by_default if durability is None else waits_for_disk(durability, self._flush_by_default)
-        done = 0 if waits else self.ack_at_once(group, topic, receipts)
-        if done and done == len(receipts):
+        texts = [receipts] if isinstance(receipts, str) else receipts
+        done = 0 if waits else self.ack_at_once(group, topic, texts)
+        if done and done == len(texts):
             return
-        late = self._settle(group, topic, receipts[done:], ACK)
+        late = self._settle(group, topic, texts[done:], ACK)
         if waits:
             self.flush()
         if late:
             raise expired(late)
 
-    def ack_at_once(self, group: str, topic: str, receipts: Sequence[str] | str) -> int:
+    def ack_at_once(self, group: str, topic: str, receipts: Sequence[str]) -> int:
         """Acknowledge without waiting for a lock or the disk.
         Returns the number of settled receipts, from the front. The others are for `ack`."""
         route = self.tables.route(group, topic)
@@ -379,10 +380,8 @@ class PopService(BackgroundService):
         with state.lock:
             yield self._ordered if claim.fifo else self._unordered, state, claim
 
-    def _settle(self, group: str, topic: str, texts: Sequence[str] | str, kind: str) -> list[str]:
+    def _settle(self, group: str, topic: str, texts: Sequence[str], kind: str) -> list[str]:
         """Settle each receipt in its queue. Return the expired receipts."""
-        if isinstance(texts, str):
-            texts = (texts,)
         concerned: list[tuple[QueueState, list[Claim]]] = []
         for _, run in groupby(map(claim_of, texts), attrgetter("mark", "queue_id", "fifo")):
             claims = list(run)
