@@ -33,10 +33,12 @@ import logging
 import math
 import threading
 import weakref
+from asyncio import current_task
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from threading import get_ident
 from typing import Any, Final, Generic, TypeVar
 from weakref import WeakSet
 
@@ -152,14 +154,18 @@ class LoopThread:
 
     # -- from the loop ----------------------------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Raise RuntimeError on another loop than its own, and StoreClosedError after `close`."""
-        if asyncio.get_running_loop() is not self.loop:
+    def check(self) -> asyncio.Task[Any] | None:
+        """Return the task of the caller. Raises RuntimeError on another loop than its own, and StoreClosedError after
+        `close`."""
+        # A thread that runs a task of the loop runs no other. `get_running_loop` makes a system call in Python 3.11.
+        task = current_task(self.loop) if get_ident() == self.loop_thread else None
+        if task is None and asyncio.get_running_loop() is not self.loop:
             raise RuntimeError(
                 f"{self.name} was opened on another event loop; open the store again on this one, or use store.sync"
             )
         if self.closed:
             raise StoreClosedError(f"{self.name} was closed; open it again")
+        return task
 
     def is_turn_over(self) -> bool:
         """Count a call that was made on the loop. True after some calls: the caller then lets others have a turn, by

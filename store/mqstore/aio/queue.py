@@ -121,10 +121,10 @@ class Queue(Receiver[queue.Queue[T]], Generic[T]):
     ) -> Task[T]:
         """Get as `mqstore.Queue.get`. If cancelled, it has taken nothing, and another receiver is called. Tasks that
         are `done` are acknowledged each in a call."""
-        wait_s = limit(timeout) if block else 0
+        wait_s = 0 if not block else None if timeout is None else limit(timeout)
         for each in done:
             await each.ack()
-        self._bridge.check()
+        current = self._bridge.check()
         if self._bridge.is_turn_over():
             await asyncio.sleep(0)  # before the get: a caller that is cancelled here has taken nothing
         # Released items go first.
@@ -140,7 +140,7 @@ class Queue(Receiver[queue.Queue[T]], Generic[T]):
             if not found:
                 raise QueueEmpty(f"nothing to get from queue {self.name!r}")
             task = found[0]
-        return self._taken(task)
+        return self._taken(task, current)
 
     @like(queue.Queue.get_nowait)
     async def get_nowait(self) -> Task[T]:
@@ -153,11 +153,11 @@ class Queue(Receiver[queue.Queue[T]], Generic[T]):
         for each in done:
             await each.ack()
         found = await self._look(lambda: self.sync.get_many(max_items, 0) or None, limit(timeout), release)
-        return [self._taken(each) for each in found]
+        current = asyncio.current_task()
+        return [self._taken(each, current) for each in found]
 
-    def _taken(self, found: SyncTask[T]) -> Task[T]:
+    def _taken(self, found: SyncTask[T], current: asyncio.Task[Any] | None) -> Task[T]:
         task = Task(self._bridge, found)
-        current = asyncio.current_task(self._bridge.loop)
         if current is not None:
             self._last[current] = task
         return task
@@ -228,7 +228,7 @@ async def get_any(queues: Iterable[Queue[T]], timeout: Duration | None = None) -
     if found is None:
         raise every.empty()
     queue, task = found
-    return twins[queue]._taken(task)
+    return twins[queue]._taken(task, asyncio.current_task())
 
 
 class _Run(QueueRun):
