@@ -7,6 +7,7 @@ and without them.
 from __future__ import annotations
 
 import copy
+import gc
 import importlib.util
 import os
 import re
@@ -23,10 +24,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import mqstore
 from mqstore import Message, SimulatedClock, StoreConfig, native
 from mqstore.errors import StoreIOError
 from mqstore.layout.properties import decode_properties
 from mqstore.layout.scan import Headers, read_run
+from mqstore.log.message import UnitBatch
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.reading.records import Request
 from mqstore.log.store import MessageStore
@@ -500,6 +503,27 @@ def test_a_message_without_anything_behind_it_is_an_error_and_no_crash() -> None
         _ = outside.size
     bare_tip, bare_queue = kernel.LogTail(), kernel.QueueTail()
     assert tip_put(bare_tip, bare_queue, b"", b"", None) is None
+
+
+class _Holder(Message):
+    """A message with more fields."""
+
+    other: object
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("kind", "find", "tracked"), [(Message, None, False), (Message, print, True), (_Holder, None, True)]
+)
+def test_collector_sees_only_messages_that_may_be_in_cycles(
+    kind: type[Message], find: Any, tracked: bool, tmp_path: Path
+) -> None:
+    """Collections of a reader's thousands of messages took a sixth of the time of an export."""
+    with mqstore.open(tmp_path / "s") as store:
+        read = store.read(*store.put("t", b"x").queue, 0)  # the class of batches is known from here on
+        batch = UnitBatch(read[0].queue, bytes(100), bytes(20), 0, find)
+    assert [gc.is_tracked(each) for each in read] == [False]
+    assert gc.is_tracked(kind(batch, 0, 0)) is tracked
 
 
 @compiled

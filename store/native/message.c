@@ -10,13 +10,39 @@ enum { MOST_BYTES = 4 << 20 }; /* read in one call, which other threads wait for
 
 static PyObject *buffer_name, *queue_name, *stored_body_name;
 static int topic_index = 0, queue_id_index = 1;
-static PyTypeObject *batch_type; /* the class of nearly all batches, and the place of `buffer` in its objects */
-static Py_ssize_t buffer_at;
+static PyTypeObject *batch_type; /* the class of nearly all batches, and the places of `buffer` and `find` in its objects */
+static Py_ssize_t buffer_at, find_at;
 
 static void located_dealloc(Located *self)
 {
     Py_XDECREF(self->batch);
     Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* Return the place of a slot in the objects of a class, or 0: looking its name up takes longer than copying a small body. */
+static Py_ssize_t slot_of(PyTypeObject *type, const char *name)
+{
+    PyObject *slot = PyObject_GetAttrString((PyObject *)type, name);
+    bool found = slot && Py_IS_TYPE(slot, &PyMemberDescr_Type) && ((PyMemberDescrObject *)slot)->d_member->type == T_OBJECT_EX;
+    Py_ssize_t at = found ? ((PyMemberDescrObject *)slot)->d_member->offset : 0;
+    Py_XDECREF(slot);
+    PyErr_Clear();
+    return at;
+}
+
+/* Set the fields of a message. The garbage collector need not see it: readers make thousands at once, and nothing that it refers to
+   refers back. That is not certain of a batch that finds bodies in other records, or of a subclass with more fields. */
+static void locate(Located *self, PyObject *batch, int64_t start, int64_t offset)
+{
+    if (!batch_type && (buffer_at = slot_of(Py_TYPE(batch), "buffer")) && (find_at = slot_of(Py_TYPE(batch), "find")))
+        batch_type = (PyTypeObject *)Py_NewRef(Py_TYPE(batch));
+    Py_XSETREF(self->batch, Py_NewRef(batch));
+    self->start = start;
+    self->offset = offset;
+    PyTypeObject *type = Py_TYPE(self);
+    if (type->tp_basicsize == sizeof *self && !type->tp_dictoffset && PyObject_IS_GC((PyObject *)self) &&
+        Py_IS_TYPE(batch, batch_type) && *(PyObject **)((char *)batch + find_at) == Py_None)
+        PyObject_GC_UnTrack(self);
 }
 
 static int located_init(Located *self, PyObject *args, PyObject *kwargs)
@@ -26,9 +52,7 @@ static int located_init(Located *self, PyObject *args, PyObject *kwargs)
     long long start, offset;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLL", names, &batch, &start, &offset))
         return -1;
-    Py_XSETREF(self->batch, Py_NewRef(batch));
-    self->start = start;
-    self->offset = offset;
+    locate(self, batch, start, offset);
     return 0;
 }
 
@@ -273,7 +297,6 @@ static PyMethodDef located_methods[] = {
     {NULL},
 };
 
-/* Without garbage collection: nothing that it refers to refers back, and readers make thousands at once. */
 PyTypeObject LocatedType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "mqstore._native.Located",
@@ -353,18 +376,6 @@ static bool may_pass(const uint8_t *unit, const Py_buffer *hashes)
     return passes;
 }
 
-/* Note the place of `buffer`, if it is a slot of the batch's class: looking the name up takes longer than copying a small body. */
-static void learn_batch(PyObject *batch)
-{
-    PyObject *slot = batch_type ? NULL : PyObject_GetAttr((PyObject *)Py_TYPE(batch), buffer_name);
-    if (slot && Py_IS_TYPE(slot, &PyMemberDescr_Type) && ((PyMemberDescrObject *)slot)->d_member->type == T_OBJECT_EX) {
-        buffer_at = ((PyMemberDescrObject *)slot)->d_member->offset;
-        batch_type = (PyTypeObject *)Py_NewRef(Py_TYPE(batch));
-    }
-    Py_XDECREF(slot);
-    PyErr_Clear();
-}
-
 /* read_units(type, batch, buffer, segment_start, units, first, skipped, hashes, most, queue_id, topic, budget)
        -> (messages, number of units passed, total bytes of the messages, whether the budget was used up)
 
@@ -385,7 +396,6 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
         return NULL;
     if (skipped < 0)
         return PyErr_Format(PyExc_ValueError, "read_units: `skipped` must not be negative");
-    learn_batch(args[1]);
     bool unlimited = budget == -1, first_is_free = budget < -1;
     if (first_is_free)
         budget = -budget - 2;
@@ -425,9 +435,7 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
         Located *message = (Located *)type->tp_alloc(type, 0);
         if (!message)
             goto done;
-        message->batch = Py_NewRef(args[1]);
-        message->start = position;
-        message->offset = expected.slot;
+        locate(message, args[1], position, expected.slot);
         PyList_SET_ITEM(messages, found++, (PyObject *)message);
         total += expected.size;
     }
