@@ -6,16 +6,18 @@ format#unit, format#dispatch and format#index; expected bytes are the golden sto
 from __future__ import annotations
 
 import errno
+import random
 import shutil
 import struct
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mqstore import SimulatedClock, StoreConfig
-from mqstore.errors import StoreFullError
+from mqstore import OutgoingMessage, SimulatedClock, StoreConfig
+from mqstore.errors import StoreFullError, StoreIOError
 from mqstore.layout.hosts import encode_host
 from mqstore.log import index as index_module
 from mqstore.log.recovery.recover import RecoverOptions
@@ -24,7 +26,7 @@ from mqstore.log.store import MessageStore
 from mqstore.log.writing.dispatcher import Dispatcher
 from tests.conftest import GOLDEN_NAMES, Golden, GoldenStore
 from tests.faults import FaultyFileSystem
-from tests.log.support import SEGMENT, files, flip_log, open_store, units_of, until_parked
+from tests.log.support import SEGMENT, all_queues, files, flip_log, open_store, units_of, until_parked
 from tests.records import encode_record
 
 VOID = (0, 0x7FFFFFFF, 0)
@@ -88,6 +90,41 @@ def test_the_unit_vectors(tmp_path: Path) -> None:
     # level 3 is 10 s; beyond the table its last entry, 2 h; a level that is none leaves the hash
     assert codes == [now + 10_000, now + 7_200_000, now + 7_200_000, 2598919, 2598919]
     assert len(delayed) == len(codes)
+
+
+@pytest.mark.parametrize("durability", ["append", "flush"])
+@pytest.mark.parametrize("seed", range(4))
+def test_batches_get_the_units_that_reading_gives(tmp_path: Path, seed: int, durability: Any) -> None:
+    """The dispatcher need not read a batch that was just put, but writes what a rebuild reads: also if puts fail, or
+    batches stand beside single messages and other batches, or end a segment."""
+    draw, faulty = random.Random(seed), FaultyFileSystem()
+    small = {"segment_bytes": 1 << 18, "consumequeue_units": 1000}
+    with open_store(tmp_path / "s", durability=durability, fs=faulty, **small) as store:
+        for _ in range(200):
+            topic, queue_id = draw.choice("ab"), draw.randrange(2)
+            items: list[Any] = [draw.randbytes(draw.randrange(30)) for _ in range(draw.choice([2, 63, 64, 65, 1500]))]
+            action = draw.choice(["put", "tags", "dispatch", "fail", *["many"] * 4])
+            if action == "tags":
+                items = [OutgoingMessage(item, tag="t") for item in items]
+            elif action == "fail":
+                faulty.fail("pwrite", errno.EIO, path_part="commitlog", times=draw.choice([1, 2]))
+            with suppress(StoreIOError):
+                if action == "put":
+                    store.put(topic, b"y", queue_id, tag="t")
+                elif action == "dispatch":
+                    store.dispatch()
+                else:
+                    store.put_many(topic, items, queue_id)
+        store.dispatch()
+        bounds = {queue: store.offsets(*queue) for queue in all_queues(store)}
+    units = {queue: units_of(tmp_path / "s", *queue) for queue in bounds}
+    assert faulty.failed
+    assert sum(map(len, units.values())) > 10_000
+    shutil.rmtree(tmp_path / "s" / "consumequeue")
+    with open_store(tmp_path / "s") as store:
+        assert {queue: store.offsets(*queue) for queue in bounds} == bounds
+        assert list(store.verify()) == []
+    assert {queue: units_of(tmp_path / "s", *queue) for queue in bounds} == units
 
 
 def test_duplicate_keys_prepared_and_rollback_records_in_the_index(store: MessageStore) -> None:

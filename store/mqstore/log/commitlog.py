@@ -74,6 +74,9 @@ _CALL_BYTES = 131_072
 The kernel then accepts whole pages as they are. Before a store through the mapping it zeroes each page. For fewer bytes
 the call costs more, since it switches threads."""
 
+_NOTED_RECORDS, _MOST_NOTED = 64, 256
+"""Least number of records of a batch that is noted: fewer are read as fast. Most batches noted at a time."""
+
 Result = TypeVar("Result")
 _Encoded = tuple[bytearray | memoryview, Mapping[QueueTail, int], Result]
 """Bytes to store at a position, the next offset of each queue after them, and the result for the caller."""
@@ -98,6 +101,17 @@ class Fields(NamedTuple):
 
 ORDINARY = Fields()
 """Fields of a put without a flag."""
+
+
+class Noted(NamedTuple):
+    """Records of one queue without properties, which were appended together: what their units need."""
+
+    queue: QueueTail
+    offset: int
+    """Queue offset of the first record."""
+    positions: array[int]
+    """Physical offset of each record, and the end of the last one."""
+    timestamp_ms: int
 
 
 class CommitLog(LogTail):
@@ -130,6 +144,8 @@ class CommitLog(LogTail):
         self._on_alarm = on_alarm
         self.free_until = 0
         """Position up to which puts of applications need not ask for room (`log/writing/room.py`)."""
+        self.noted: dict[int, Noted] = {}
+        """Batches that the dispatcher need not read, by physical offset. It reads those that are missing here."""
         self.lock = Lock()
         """Held by appends in Python, and by a bulk append for as long as it lasts."""
         self._appending = False
@@ -278,7 +294,12 @@ class CommitLog(LogTail):
             )
             return data, {queue: offset + number}, (offset, positions, now_ms)
 
-        return self._append(total, encode)
+        offset, positions, now_ms = found = self._append(total, encode)
+        if tails is queue.plain_tail and number >= _NOTED_RECORDS:
+            if len(self.noted) >= _MOST_NOTED:
+                self.noted.clear()
+            self.noted[positions[0]] = Noted(queue, offset, positions, now_ms)
+        return found
 
     def append_copies(
         self,

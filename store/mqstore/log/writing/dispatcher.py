@@ -3,7 +3,8 @@
     position --- records ---> end        everything below `position` has its units; readers see units, never the log
 
 It runs in passes over newly appended records: read them, write units by queue, write index entries, wake waiting
-readers. A single message takes the same steps without arrays (`dispatch.few`). A background thread may call it, or a
+readers. A single message takes the same steps without arrays (`dispatch.few`). Large batches without properties need
+not be read: the log has noted their places (`CommitLog.noted`). A background thread may call it, or a
 reader that wants to see its own put, under one lock and in one order. If a write fails, nothing is lost: `position`
 does not move, and the next pass repeats the work.
 """
@@ -18,15 +19,16 @@ from contextlib import suppress
 
 from mqstore import arrays as np
 from mqstore.errors import StoreFullError
-from mqstore.layout.consumequeue import UNIT_BYTES
+from mqstore.layout.consumequeue import UNIT_BYTES, unit_dtype
 from mqstore.layout.dispatch import FEW_RECORDS, FEW_WITHOUT_NUMPY, Output, few
 from mqstore.layout.scan import find_next, read_run
-from mqstore.log.commitlog import CommitLog
+from mqstore.log.commitlog import CommitLog, Noted
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
 from mqstore.log.recovery.scanner import check_at
 from mqstore.log.stats import TaskErrors
 from mqstore.log.store_files import StoreParts
+from mqstore.log.writing.log_tail import QueueTail
 from mqstore.log.writing.wakeups import NEVER, Wakeups
 from mqstore.signalsafe import Bell, Lock
 from mqstore.threads import breathe
@@ -138,7 +140,10 @@ class Dispatcher:
         return self.error is None
 
     def _pass(self, end: int) -> None:
-        """Dispatch the rest of a segment, at most `_BATCH` records."""
+        """Dispatch the rest of a segment, at most `_BATCH` records, or batches that the log has noted."""
+        if (noted := self._noted(end)) is not None:
+            self._write(*noted)
+            return
         run = self._log.run
         segment = run.find(self.position)
         if segment is None:
@@ -177,6 +182,28 @@ class Dispatcher:
         found = find_next(buffer, stop + 1, stop_at, base, self._checksum)
         self.position = end if found is None and end - base <= len(buffer) else base + (found or run.segment_bytes)
         _log.error("commitlog damaged at %d: %s; dispatch continues at %d", base + stop, check.detail, self.position)
+
+    def _noted(self, end: int) -> tuple[Output, int] | None:
+        """Return the units of the noted batches that follow each other from `position` on, and their end."""
+        noted, at, count = self._log.noted, self.position, 0
+        chains: dict[QueueTail, list[Noted]] = {}
+        stamp = None
+        while count < _BATCH and (found := noted.get(at)) is not None and found.positions[-1] <= end:
+            noted.pop(at, None)
+            chains.setdefault(found.queue, []).append(found)
+            count += len(found.positions) - 1
+            at, stamp = found.positions[-1], found.timestamp_ms
+        if not chains or "numpy" not in sys.modules:
+            return None
+        queues = []
+        for queue, chain in chains.items():
+            bounds = [np.frombuffer(each.positions, np.int64) for each in chain]
+            starts = np.concatenate([each[:-1] for each in bounds])
+            units = np.zeros(len(starts), unit_dtype())
+            units["physical_offset"], units["size"] = starts, np.concatenate([*map(np.diff, bounds)])
+            first = chain[0].offset
+            queues.append((*queue.ref, np.arange(first, first + len(starts)), units.tobytes()))
+        return Output(queues, (), (), (), stamp), at
 
     def _write(self, output: Output, position: int) -> None:
         """Publish `output`, whose records end at `position`."""

@@ -37,6 +37,8 @@ class PagePrefetch:
         self._populated = end
         self._ahead = 0
         """Number of prepared bytes after the end at the last look."""
+        self._begun = 0
+        """Number of prepared bytes at the start of the next segment: none for a writer that writes by calls."""
         self._seen = self._clock.monotonic_ms(), end
         """Time (monotonic ms) and position of the writer at the last look."""
 
@@ -77,10 +79,11 @@ class PagePrefetch:
                 self._ahead = max(0, stop - end)
             if end - last.start >= last.size * 3 // 4 and end > self._first:
                 self._prepared = last.end
-                self._run.prepare(last.end, populate_bytes=self._bytes)
+                self._begun = 0 if is_called else self._bytes
+                self._run.prepare(last.end, populate_bytes=self._begun)
         finally:  # on a full disk too, or every later put would wake the flusher
             if self._populated < last.start:
-                self._populated = last.start + min(last.allocated, self._bytes)
+                self._populated = last.start + min(last.allocated, self._begun)
 
     def _keep_pace(self, end: int) -> int:
         """Adapt the number of pages prepared at a time to the pace at which the writer reached `end`.
