@@ -287,8 +287,8 @@ def test_purge_lets_go_of_all_or_of_those_before_an_offset_or_a_time(parts: Part
 def test_deleted_and_sent_letters_stay_so_after_a_kill(tmp_path: Path) -> None:
     parts = new_parts(tmp_path / "store")
     die(parts, 6)
-    DeadLetters(parts, "g").purge(before_offset=1)
     DeadLetters(parts, "g").replay([1, 3])
+    DeadLetters(parts, "g").purge(before_offset=1)
     kill(parts.store)
     again = new_parts(tmp_path / "store")
     letters = DeadLetters(again, "g")

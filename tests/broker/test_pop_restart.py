@@ -193,6 +193,14 @@ def test_ordered_batch_survives_a_restart(pops: PopBench, restart: Any) -> None:
     assert pops.committed() == 5
 
 
+def test_dead_letter_in_order_is_settled_after_a_restart(pops: PopBench, restart: Any) -> None:
+    pops.put("t", 2)
+    [first, _] = pops.pop(n=2, order=True)
+    pops.change("dead_letter", first.receipt, "no")
+    restart()
+    assert (offsets(pops.pop(n=2, order=True)), len(pops.read(DLQ))) == ([1], 1)
+
+
 def test_message_popped_twice_and_released_is_free(pops: PopBench, restart: Any) -> None:
     """The second pop time is ahead of the clock, to differ from the first."""
     pops.put("t", 1)

@@ -169,7 +169,6 @@ class TimerUnits:
         try:
             for unit in again:
                 self.add(within(unit, begin_ms + REACH_MS))
-            self.wheel.write()
         except OSError as error:  # only some are placed, so the files must be rebuilt
             raise TimerFilesDamaged(f"timer wheel: {error}") from error
         return len(again)

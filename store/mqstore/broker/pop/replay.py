@@ -14,8 +14,7 @@ these receivers are gone.
 If records of the log are lost, a batch may be lost, too. Then a later batch only shows that the cursor has moved. The
 messages between count as delivered and not acknowledged, in a new batch.
 
-A FIFO batch that only the file has gets a new `ck`, because acknowledgements name one. A settled batch needs none, but
-it stays the queue's last batch, by which receipts of older batches are recognised as expired.
+A FIFO batch that only the file has gets a new `ck`, because acknowledgements name one. A settled batch needs none.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ class Replay:
             self._settle_position(state)
         for key, record in self._in_file():
             state = self._state(key)
-            if state.fifo is None and (record.unacked() or record.offsets[-1] < state.cursor):
+            if state.fifo is None and record.unacked():
                 state.fifo = Batch(-1, record.offsets, record.pop_time_ms, record.invisible_ms or 0, False)
             if state.fifo is not None:
                 state.cursor = max(state.cursor, record.next_offset())
@@ -404,8 +403,6 @@ class Replay:
             self._orders.put(key, record)
             if state.fifo is None and record.unacked():
                 OrderedQueues(tables).rewrite(state)
-            elif state.fifo is None and record.offsets[-1] < state.cursor:
-                state.fifo = Batch(-1, record.offsets, record.pop_time_ms, record.invisible_ms or 0, False)
             state.cursor = max(state.cursor, record.next_offset()) if state.fifo is not None else state.cursor
             tables.commit(state)
             if tables.order(state) is not None and record.unacked():
