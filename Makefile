@@ -95,11 +95,9 @@ lint: $(VENV)/stamp-dev
 bench: $(VENV)/stamp-bench
 	-@test -n "$$MQSTORE_ROCKETMQ" || ! command -v mvn >/dev/null || $(MAKE) --no-print-directory var/rocketmq-$(ROCKETMQ)/fetched
 	$(BIN)/python -m pytest $(or $(filter bench/%,$(BENCH)),bench --ignore=bench/test_spark.py) $(BENCHMARK) $(filter-out bench/%,$(BENCH))
-	$(REPORT)
 
 # A run saves itself, unless it is only tried (--quick, --share).
 BENCHMARK := --benchmark-autosave --benchmark-sort=fullname --benchmark-columns=min,median,max,iqr,rounds
-REPORT = $(if $(filter --quick --share%,$(BENCH)),,$(BIN)/python -m bench.report)
 
 bench-compare: BENCHMARK += --benchmark-group-by=fullname --benchmark-compare$(OLD:%==%) --benchmark-compare-fail=min:$(WORSE)
 bench-compare: bench

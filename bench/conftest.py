@@ -13,10 +13,8 @@ import pytest
 from bench.goals import Answer, as_lines, summary
 from bench.harness import QUICK_SHARE, Ask
 
-_PACKAGES = {
-    *("mqstore", "numpy", "crc32c", "lmdb", "queuelib", "persist-queue", "litequeue", "diskcache"),
-    *("redis", "pyspark", "pyarrow"),
-}
+_PACKAGES = {"mqstore", "numpy", "crc32c", "lmdb", "queuelib", "persist-queue", "litequeue", "diskcache", "redis"}
+_PACKAGES |= {"pyspark", "pyarrow"}
 _ANSWERS = pytest.StashKey[list[Answer]]()
 
 
@@ -56,7 +54,7 @@ def ask(request: pytest.FixtureRequest, benchmark: Any, share: float) -> Iterato
     """Asks the question of this test, and keeps the answers for the table."""
     marker = request.node.get_closest_marker("benchmark")
     timer = marker.kwargs.get("timer", time.perf_counter) if marker else time.perf_counter
-    name = request.node.name.removeprefix("test_")
+    name = request.node.callspec.id if "question" in request.fixturenames else request.node.name.removeprefix("test_")
     made = Ask(benchmark, name, request.config.getoption("benchmark_min_rounds"), share, timer)
     yield made
     request.config.stash[_ANSWERS].extend(made.answers)
@@ -68,7 +66,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if not answers:
         return
     terminalreporter.section("answers beside their goals")
-    for answer, line in zip([None, *answers], as_lines(answers), strict=True):
+    for answer, line in zip([None, None, *answers], as_lines(answers), strict=True):
         met = None if answer is None else answer.met
         terminalreporter.write_line(line, green=met is True, red=met is False)
     terminalreporter.write_line(summary(answers))

@@ -1,19 +1,20 @@
-"""Answers beside their goals. An answer is saved with its benchmark, in `extra_info["answers"]`."""
+"""Answers beside their goals: `python -m bench.goals FILE` prints those of a saved run, a file in .benchmarks."""
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-__all__ = ["HEADINGS", "UNITS", "Answer", "as_lines", "number_text", "rate_text", "summary"]
+from pathlib import Path
 
 UNITS = {"x rate": True, "x time": False, "k/s": True, "ms": False, "s": False, "MiB": False}
 """Units of a value. True: more is better. The first two are ratios: our rate, or our time, divided by the other's."""
 HEADINGS = ("question", "beside", "value", "spread", "goal", "verdict", "figures")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Answer:
     """A finding of one question: beside a peer, or a value that stands alone."""
 
@@ -47,15 +48,8 @@ class Answer:
         goal = "" if self.goal is None else f"{'>=' if UNITS[self.unit] else '<='} {number_text(self.goal)}"
         value = "" if self.value is None else f"{number_text(self.value)} {self.unit}"
         spread = f"{number_text(min(self.values))} .. {number_text(max(self.values))}" if self.values else ""
-        return (
-            self.question,
-            self.beside,
-            value,
-            spread,
-            goal,
-            {None: "", True: "met", False: "not met"}[self.met],
-            self.note,
-        )
+        verdict = {None: "", True: "met", False: "not met"}[self.met]
+        return self.question, self.beside, value, spread, goal, verdict, self.note
 
 
 def summary(answers: Sequence[Answer]) -> str:
@@ -65,10 +59,10 @@ def summary(answers: Sequence[Answer]) -> str:
 
 
 def as_lines(answers: Sequence[Answer]) -> list[str]:
-    """Return a table for a terminal: a line with the headings, and one for each answer."""
-    rows = [HEADINGS, *(answer.cells() for answer in answers)]
+    """Return a table in Markdown: a line with the headings, a rule, and a line for each answer."""
+    rows = [HEADINGS, ("---",) * len(HEADINGS), *(answer.cells() for answer in answers)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows]
 
 
 def number_text(number: float | None) -> str:
@@ -93,3 +87,9 @@ def rate_text(rate: float, unit: str) -> str:
         if rate >= factor:
             return f"{number_text(rate / factor)} {prefix}{letter}/s"
     return f"{rate:.0f} {letter}/s"
+
+
+if __name__ == "__main__":
+    saved = json.loads(Path(sys.argv[1]).read_text())
+    of_run = [Answer(**each) for asked in saved["benchmarks"] for each in asked["extra_info"]["answers"]]
+    print(*as_lines(of_run), sep="\n")

@@ -21,15 +21,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
+import pytest
 
 from bench.goals import Answer, number_text, rate_text
-
-__all__ = ["QUICK_SHARE", "RECORDED", "Ask", "Load", "Side", "Work", "each", "needs_modules", "ready", "scratch"]
 
 PERCENTILES = {"50 %": 50, "90 %": 90, "99 %": 99, "99.9 %": 99.9, "max": 100}
 _SEED = 20_240_229
@@ -82,6 +82,36 @@ def ready(name: str, call: Callable[[], object], missing: Callable[[], str | Non
         yield lambda: (call(), 1)[1]
 
     return Side(name, prepare, missing)
+
+
+def side(name: str, prepare: Callable[..., AbstractContextManager[Work]], **options: Any) -> Side:
+    """Return a side that is prepared with these options."""
+    return Side(name, partial(prepare, **options))
+
+
+CPU: Final[Mapping[str, Any]] = {"cpu": True, "by": "time"}
+"""How to ask about the CPU time of the process. It is steady on a busy machine, and fits where no thread waits."""
+Row = tuple[Any, ...]
+"""Question in a table: the first arguments of `Ask`, and perhaps a dict with others. "cpu": measure CPU time."""
+
+
+def of_both(name: str, ours: Side, messages: Sequence[int], beside: Any, **how: Any) -> dict[str, Row]:
+    """Return the question for bodies of 128 B and of 1 KiB. `messages` are their numbers."""
+    loads = zip((128, 1024), messages, strict=True)
+    return {f"{name}[{body}]": (ours, Load(body, count), beside, how) for body, count in loads}
+
+
+def asked(table: Mapping[str, Row]) -> Callable[..., None]:
+    """Return a test that asks each question of a table, by its name."""
+    timer = pytest.mark.benchmark(timer=time.process_time)
+    names = [pytest.param(name, id=name, marks=[timer] * ("cpu" in row[-1])) for name, row in table.items()]
+
+    @pytest.mark.parametrize("question", names)
+    def test(ask: Ask, question: str) -> None:
+        ours, load, beside, *how = table[question]
+        ask(ours, load, beside, **{name: value for each in how for name, value in each.items() if name != "cpu"})
+
+    return test
 
 
 def each(items: Sequence[Any], call: Callable[[Any], object]) -> Work:
@@ -185,9 +215,8 @@ class Ask:
             self.benchmark.pedantic(work, setup=setup, teardown=teardown, rounds=self.rounds)
         if self.benchmark.disabled:
             return
-        rates[ours] = [
-            amount / seconds for amount, seconds in zip(amounts, self.benchmark.stats.stats.data, strict=True)
-        ]
+        timed = zip(amounts, self.benchmark.stats.stats.data, strict=True)
+        rates[ours] = [amount / seconds for amount, seconds in timed]
         texts = {side: rate_text(statistics.median(each), unit) for side, each in rates.items()}
         if limit is not None:
             values = [1000 / rate if limit[1] == "ms" else rate / 1000 for rate in rates[ours]]
@@ -201,10 +230,7 @@ class Ask:
             self.answer(side.name, f"x {by}", values, goal, f"{texts[ours]} beside {texts[side]}")
 
     def latencies(self, rounds: Sequence[Sequence[float]], judged: float, goal: float | None, note: str = "") -> None:
-        """Answer with a percentile of latencies in ms, which are exact and count all messages.
-
-        The latencies become the rounds of the benchmark, whose timer is `RECORDED`.
-        """
+        """Answer with a percentile of the latencies in ms. They become the rounds of the benchmark (`RECORDED`)."""
         every = iter([latency / 1000 for each in rounds for latency in each])
         count = sum(map(len, rounds))
         self.benchmark.pedantic(RECORDED.advance, setup=lambda: ((next(every),), {}), rounds=count)
@@ -215,13 +241,10 @@ class Ask:
         place = [*PERCENTILES.values()].index(judged)
         self.answer("", "ms", [each[place] for each in by_round], goal, "; ".join(filter(None, (said, note))))
 
-    def answer(
-        self, beside: str, unit: str, values: Sequence[float], goal: float | None = None, note: str = ""
-    ) -> None:
+    def answer(self, beside: str, unit: str, values: Any, goal: float | None = None, note: str = "") -> None:
         """Add an answer."""
-        made = Answer(question=self.name, beside=beside, unit=unit, values=values, goal=goal, note=note)
-        self.answers.append(made)
-        self.benchmark.extra_info.setdefault("answers", []).append(asdict(made))
+        self.answers.append(Answer(self.name, beside, unit, values, goal, note))
+        self.benchmark.extra_info["answers"] = [asdict(each) for each in self.answers]
 
     def scaled(self, count: int) -> int:
         """Return the share of a number of messages, at least one."""
@@ -243,10 +266,8 @@ class Ask:
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """Yield an empty directory, and remove it afterwards.
-
-    It is below $MQSTORE_BENCH_DIR or ./var/bench, on a real disk: /tmp is memory on many systems, and a sync that costs
-    nothing would answer nothing.
+    """Yield an empty directory below $MQSTORE_BENCH_DIR or ./var/bench, and remove it afterwards.
+    It should be on a real disk: /tmp is memory on many systems, where a sync costs nothing.
     """
     root = Path(os.environ.get("MQSTORE_BENCH_DIR") or Path("var", "bench")).absolute()
     root.mkdir(parents=True, exist_ok=True)

@@ -2,14 +2,11 @@
 
 A library is imported where it is used, so a side is left out where it is not installed.
 
-queuelib        FifoDiskQueue.push: one write(2) of length and body
-SQLite          WAL, synchronous=off, autocommit: one INSERT a transaction
-SQLite table    a queue written by hand: WAL, one INSERT a put; a get is an UPDATE ... RETURNING of the oldest row that
-                is ready, an ack a DELETE. synchronous=NORMAL, or FULL: each commit is synced
+queuelib, litequeue, persist-queue   put; get and ack of each, for the last two a transaction either
+diskcache       popleft of each: nothing is acknowledged, so a crash loses popped items
+SQLite          WAL, autocommit: one INSERT a put; a get is an UPDATE ... RETURNING of the oldest row that is ready, an
+                ack a DELETE. synchronous=off, NORMAL, or FULL: each commit is synced
 LMDB            nosync, writemap, ascending 8-byte keys (append=True), putmulti of 1000 a transaction; a cursor over all
-persist-queue   SQLiteAckQueue.get and ack of each, a transaction either
-litequeue       LiteQueue.pop and done of each, a transaction either
-diskcache       Deque.popleft of each: nothing is acknowledged, so a crash loses popped items
 O_DSYNC         pwrite of as many bytes as a record has, one after the other, into blocks that were written before: it
                 needs no journal, which is the best that a disk can do for a log
 crc32c          the checksum over a mapped log in the page cache: one call a segment, or one a record
@@ -27,7 +24,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from crc32c import crc32c
 
@@ -47,25 +44,19 @@ Open = Callable[[Path], AbstractContextManager[Opened]]
 
 
 @contextmanager
-def puts(directory: Path, load: Load, *, open_queue: Open, share: float = 1) -> Iterator[Work]:
-    bodies = load.bodies(share)
-    with open_queue(directory) as (put, _):
-        yield each(bodies, put)
-
-
-@contextmanager
-def takes(directory: Path, load: Load, *, open_queue: Open, share: float = 1) -> Iterator[Work]:
+def puts(
+    directory: Path, load: Load, *, open_queue: Open, share: float = 1, then_takes: bool = False
+) -> Iterator[Work]:
+    """Put the bodies, or with `then_takes` take and acknowledge what was put before."""
     bodies = load.bodies(share)
     with open_queue(directory) as (put, take):
-        for body in bodies:
-            put(body)
 
-        def work() -> int:
-            for _ in bodies:
-                assert len(take()) == load.body_bytes
-            return len(bodies)
+        def take_one(_: bytes) -> None:
+            assert len(take()) == load.body_bytes
 
-        yield work
+        if then_takes:
+            each(bodies, put)()
+        yield each(bodies, take_one if then_takes else put)
 
 
 @contextmanager
@@ -87,10 +78,10 @@ def sqlite(directory: Path, *, synchronous: str) -> Iterator[Opened]:
             execute("CREATE INDEX ready ON job (id) WHERE state = 'ready'")
         oldest = "(SELECT id FROM job WHERE state = 'ready' ORDER BY id LIMIT 1)"
 
+        taken = f"UPDATE job SET state = 'taken' WHERE id = {oldest} RETURNING id, body"
+
         def take() -> Any:
-            [(number, body)] = execute(
-                f"UPDATE job SET state = 'taken' WHERE id = {oldest} RETURNING id, body"
-            ).fetchall()
+            [(number, body)] = execute(taken).fetchall()
             execute("DELETE FROM job WHERE id = ?", (number,))
             return body
 
@@ -135,7 +126,7 @@ def diskcache(directory: Path) -> Iterator[Opened]:
 
 
 @contextmanager
-def lmdb(directory: Path, load: Load, *, work: Literal["putmulti", "cursor"]) -> Iterator[Work]:
+def lmdb(directory: Path, load: Load, *, reads: bool) -> Iterator[Work]:
     import lmdb
 
     bodies = load.bodies()
@@ -156,12 +147,12 @@ def lmdb(directory: Path, load: Load, *, work: Literal["putmulti", "cursor"]) ->
                 for _, body in transaction.cursor():
                     read_bytes += len(body)
                     count += 1
-            assert (count, read_bytes) == (len(bodies), len(bodies) * load.body_bytes)
+            assert read_bytes == len(bodies) * load.body_bytes
             return count
 
-        if work == "cursor":
+        if reads:
             putmulti()
-        yield cursor if work == "cursor" else putmulti
+        yield cursor if reads else putmulti
 
 
 @contextmanager
@@ -218,26 +209,22 @@ def _sqlite_missing() -> str | None:
     return None if sqlite3.sqlite_version_info >= (3, 35) else f"SQLite {sqlite3.sqlite_version} has no RETURNING"
 
 
-def _put(name: str, open_queue: Open, share: float, *modules: str) -> Side:
-    return Side(name, partial(puts, open_queue=open_queue, share=share), needs_modules(*modules))
+def _side(name: str, open_queue: Open, share: float, module: str = "sqlite3", **how: bool) -> Side:
+    return Side(name, partial(puts, open_queue=open_queue, share=share, **how), needs_modules(module))
 
 
-def _take(name: str, open_queue: Open, share: float, *modules: str) -> Side:
-    return Side(name, partial(takes, open_queue=open_queue, share=share), needs_modules(*modules))
+_off, _normal, _full = (partial(sqlite, synchronous=name) for name in ("OFF", "NORMAL", "FULL"))
 
-
-_normal = partial(sqlite, synchronous="NORMAL")
-
-QUEUELIB = _put("queuelib FifoDiskQueue", queuelib, 1, "queuelib")
-SQLITE = _put("SQLite WAL, synchronous=off", partial(sqlite, synchronous="OFF"), _SQLITE)
-SQLITE_PUT = _put("SQLite table, NORMAL", _normal, _SQLITE)
-SQLITE_PUT_FULL = _put("SQLite table, FULL", partial(sqlite, synchronous="FULL"), _SQLITE)
-SQLITE_GET = replace(_take("SQLite table, NORMAL", _normal, _SQLITE), missing=_sqlite_missing)
-SQLITE_ACK_QUEUE = _take("persist-queue SQLiteAckQueue", persist_queue, _ACK_QUEUE, "persistqueue")
-LITEQUEUE = _take("litequeue", litequeue, _ACK_QUEUE, "litequeue")
-DISKCACHE_DEQUE = _take("diskcache Deque", diskcache, _ACK_QUEUE, "diskcache")
-LMDB_PUTMULTI = Side("LMDB putmulti, 1000 a transaction", partial(lmdb, work="putmulti"), needs_modules("lmdb"))
-LMDB_CURSOR = Side("LMDB cursor", partial(lmdb, work="cursor"), needs_modules("lmdb"))
+QUEUELIB = _side("queuelib FifoDiskQueue", queuelib, 1, "queuelib")
+SQLITE = _side("SQLite WAL, synchronous=off", _off, _SQLITE)
+SQLITE_PUT = _side("SQLite table, NORMAL", _normal, _SQLITE)
+SQLITE_PUT_FULL = _side("SQLite table, FULL", _full, _SQLITE)
+SQLITE_GET = replace(_side("SQLite table, NORMAL", _normal, _SQLITE, then_takes=True), missing=_sqlite_missing)
+SQLITE_ACK_QUEUE = _side("persist-queue SQLiteAckQueue", persist_queue, _ACK_QUEUE, "persistqueue", then_takes=True)
+LITEQUEUE = _side("litequeue", litequeue, _ACK_QUEUE, "litequeue", then_takes=True)
+DISKCACHE_DEQUE = _side("diskcache Deque", diskcache, _ACK_QUEUE, "diskcache", then_takes=True)
+LMDB_PUTMULTI = Side("LMDB putmulti, 1000 a transaction", partial(lmdb, reads=False), needs_modules("lmdb"))
+LMDB_CURSOR = Side("LMDB cursor", partial(lmdb, reads=True), needs_modules("lmdb"))
 DSYNC = Side("bare pwrite O_DSYNC", dsync)
 
 # persist-queue warns by the root logger whenever it opens; the report is no place for that.

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import mqstore
 from bench.harness import scratch
@@ -20,7 +19,7 @@ from bench.harness import scratch
 SECONDS = 3
 TOPIC = "bench"
 _PATIENCE_S = 120
-_BODY_BYTES = 128
+_PADDING = bytes(120)
 _DUE_NS = struct.Struct("<q")
 """Begin of each body: the time at which it is due to be put, in ns of `perf_counter_ns`."""
 
@@ -45,44 +44,32 @@ class Arrivals:
             self.done.set()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """Messages at one rate."""
+def run(receiver: Receiver, rate: int, share: float, queues: int = 4) -> tuple[list[float], float, float]:
+    """Put messages at a rate, in a second, into a new store, with a receiver that waits for them. Returns the latencies
+    in ms, how late puts began in the median, in ms, and the share of the rate at which messages were handled."""
+    messages = max(1, int(rate * SECONDS * share))
+    arrivals = Arrivals(messages)
+    with scratch() as directory, mqstore.open(directory / "store") as store:
+        store.create_topic(TOPIC, queues=queues)
+        for queue_id in range(queues):  # so that no file has to be made while the clock runs
+            store.put(TOPIC, b"", queue_id=queue_id)
+        with receiver(store, arrivals.arrive) as put:
+            time.sleep(0.2)  # the receiver waits by then
+            begin_ns, late_ms = produce(put, rate, messages)
+            if not arrivals.done.wait(_PATIENCE_S):
+                raise RuntimeError(f"some of {messages} messages did not arrive within {_PATIENCE_S} s")
+            kept = messages * 1e9 / rate / (time.perf_counter_ns() - begin_ns)
+    return arrivals.latencies_ms, statistics.median(late_ms), kept
 
-    rate: int
-    """Messages a second."""
-    queues: int = 4
 
-    def run(self, receiver: Receiver, share: float) -> tuple[list[float], float, float]:
-        """Run one round in a new store, with a receiver that waits for the messages.
-
-        Returns the latencies in ms, how late puts began in the median, in ms, and the share of the rate at which
-        messages were handled.
-        """
-        messages = max(1, int(self.rate * SECONDS * share))
-        arrivals = Arrivals(messages)
-        with scratch() as directory, mqstore.open(directory / "store") as store:
-            store.create_topic(TOPIC, queues=self.queues)
-            for queue_id in range(self.queues):  # so that no file has to be made while the clock runs
-                store.put(TOPIC, b"", queue_id=queue_id)
-            with receiver(store, arrivals.arrive) as put:
-                time.sleep(0.2)  # the receiver waits by then
-                begin_ns, late_ms = self.produce(put, messages)
-                if not arrivals.done.wait(_PATIENCE_S):
-                    raise RuntimeError(f"some of {messages} messages did not arrive within {_PATIENCE_S} s")
-                kept = messages * 1e9 / self.rate / (time.perf_counter_ns() - begin_ns)
-        return arrivals.latencies_ms, statistics.median(late_ms), kept
-
-    def produce(self, put: Put, messages: int) -> tuple[int, list[float]]:
-        """Put each message when it is due. Returns when the first was, in ns, and how late each was, in ms."""
-        interval_ns = 1_000_000_000 / self.rate
-        padding = bytes(_BODY_BYTES - _DUE_NS.size)
-        late_ms: list[float] = []
-        begin_ns = time.perf_counter_ns() + 20_000_000
-        for number in range(messages):
-            due_ns = begin_ns + int(number * interval_ns)
-            while (left_ns := due_ns - time.perf_counter_ns()) > 0:
-                time.sleep(left_ns / 1e9)
-            late_ms.append(-left_ns / 1e6)
-            put(_DUE_NS.pack(due_ns) + padding)
-        return begin_ns, late_ms
+def produce(put: Put, rate: int, messages: int) -> tuple[int, list[float]]:
+    """Put each message when it is due. Returns when the first was, in ns, and how late each was, in ms."""
+    late_ms: list[float] = []
+    begin_ns = time.perf_counter_ns() + 20_000_000
+    for number in range(messages):
+        due_ns = begin_ns + int(number * 1e9 / rate)
+        while (left_ns := due_ns - time.perf_counter_ns()) > 0:
+            time.sleep(left_ns / 1e9)
+        late_ms.append(-left_ns / 1e6)
+        put(_DUE_NS.pack(due_ns) + _PADDING)
+    return begin_ns, late_ms

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from mqstore.spark.sessions import find_java
 _WARM_UP = 2.5
 """Messages that the JVM puts before anything is timed, as a multiple of the timed ones. After half a million a put
 takes half of the CPU time that it takes after a hundred thousand."""
-_PATIENCE_S = 60
+_LOOKS = 6000
 
 
 @contextmanager
@@ -35,22 +35,19 @@ def redis_client(directory: Path) -> Iterator[Any]:
         socket = f"{folder}/socket"
         command = ["redis-server", "--port", "0", "--unixsocket", socket, "--dir", str(directory), "--save", ""]
         command += ["--appendonly", "yes", "--appendfsync", "everysec"]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
-        try:
-            with closing(redis.Redis(unix_socket_path=socket)) as client:
-                until = time.monotonic() + _PATIENCE_S
-                while True:
-                    try:
+        with (
+            subprocess.Popen(command, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL) as process,
+            closing(redis.Redis(unix_socket_path=socket)) as client,
+        ):
+            try:
+                for _ in range(_LOOKS):
+                    with suppress(redis.ConnectionError):
                         client.ping()
                         break
-                    except redis.ConnectionError:
-                        if process.poll() is not None or time.monotonic() > until:
-                            raise
-                        time.sleep(0.01)
+                    time.sleep(0.01)
                 yield client
-        finally:
-            process.terminate()
-            process.wait()
+            finally:
+                process.terminate()
 
 
 def redis_missing() -> str | None:
@@ -61,18 +58,15 @@ def redis_missing() -> str | None:
 
 def _jars() -> Path | None:
     """Folder with RocketMQ's jars: the one in the environment, else the one that the Makefile has fetched."""
-    named = os.environ.get("MQSTORE_ROCKETMQ")
-    if named is not None:
-        return Path(named)
     fetched = sorted(Path(__file__).parent.parent.glob("var/rocketmq-*/fetched"))
-    return fetched[-1].parent if fetched else None
+    named = os.environ.get("MQSTORE_ROCKETMQ", fetched[-1].parent if fetched else None)
+    return None if named is None else Path(named)
 
 
 def _java_missing() -> str | None:
-    home = find_java()
+    home, jars = find_java(), _jars()
     if home is None or not (home / "bin" / "javac").exists():
         return "no JDK 11 or later found (JAVA_HOME, PATH)"
-    jars = _jars()
     if jars is None or next(jars.glob("rocketmq-store-*.jar"), None) is None:
         return "RocketMQ's jars not fetched (`make bench` does, with Maven and a network)"
     return None
@@ -81,8 +75,7 @@ def _java_missing() -> str | None:
 @contextmanager
 def java_put(directory: Path, load: Load) -> Iterator[Work]:
     home, jars = find_java(), _jars()
-    assert home is not None
-    assert jars is not None
+    assert home is not None and jars is not None  # noqa: PT018
     pool = directory / "bodies"
     pool.write_bytes(b"".join(load.bodies()[:1024]))
     command = [str(home / "bin" / "java"), f"-Duser.home={directory}"]  # its logs go there
@@ -91,22 +84,18 @@ def java_put(directory: Path, load: Load) -> Iterator[Work]:
     command += ["-cp", f"{jars.resolve()}/*", str(Path(__file__).with_name("JavaStore.java"))]
     command += [str(directory / "store"), str(pool), str(load.body_bytes)]
     command += [str(load.messages), str(int(_WARM_UP * load.messages))]
-    with (directory / "errors").open("w+b") as errors:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
-        stdin, stdout = process.stdin, process.stdout
-        assert stdin is not None
-        assert stdout is not None
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+    with (directory / "errors").open("w+b") as errors, subprocess.Popen(command, stderr=errors, **pipes) as process:
 
         def line() -> bytes:
-            said = stdout.readline()
+            said: bytes = process.stdout.readline()
             if not said:
                 errors.seek(0)
                 raise RuntimeError(f"the JVM ended: {errors.read().decode(errors='replace')[-2000:]}")
             return said
 
         def work() -> int:
-            stdin.write(b"\n")
-            stdin.flush()
+            process.stdin.write(b"\n")
             return int(line())
 
         try:
@@ -115,9 +104,6 @@ def java_put(directory: Path, load: Load) -> Iterator[Work]:
             yield work
         finally:
             process.kill()
-            process.wait()
-            stdin.close()
-            stdout.close()
 
 
 JAVA_PUT = Side("RocketMQ putMessage", java_put, _java_missing)

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mqstore
 from bench.harness import Load, Side, Work
+from bench.peers import BATCH
+
+
+def in_store(**opening: Any) -> Callable[[Callable[..., Work]], Callable[..., AbstractContextManager[Work]]]:
+    """Make a function of an open store, a load and options, which returns the timed part, prepare a side.
+    The store is new, and opened with `opening`."""
+
+    def decorate(make: Callable[..., Work]) -> Callable[..., AbstractContextManager[Work]]:
+        @contextmanager
+        def prepare(directory: Path, load: Load, **options: Any) -> Iterator[Work]:
+            with mqstore.open(directory / "store", **opening) as store:
+                yield make(store, load, **options)
+
+        return prepare
+
+    return decorate
 
 
 def outgoing(load: Load, options: Mapping[str, str]) -> list[Any]:
@@ -17,56 +33,48 @@ def outgoing(load: Load, options: Mapping[str, str]) -> list[Any]:
     return [mqstore.OutgoingMessage(body, **options) for body in load.bodies()] if options else load.bodies()
 
 
-@contextmanager
-def put(directory: Path, load: Load, **options: Any) -> Iterator[Work]:
-    with mqstore.open(directory / "store") as store:
-        bodies = load.bodies()
-        # Creating segment, queues and folders belongs to the first message of a store, not to each.
-        store.put(load.topic, bodies[0], **options)
-
-        def work() -> int:
-            put_one, topic = store.put, load.topic
-            for body in bodies:
-                put_one(topic, body, **options)
-            return len(bodies)
-
-        yield work
-
-
-PUT = Side("mqstore put", put)
-
-
-def fill(store: mqstore.Store, load: Load, batch: int | None = None, **options: str) -> list[mqstore.SendReceipt]:
-    """Put all messages into queue 0. Returns the receipts, dispatched."""
+def fill(
+    store: mqstore.Store, load: Load, batch: int = 1 << 30, queues: int = 4, queue_id: int | None = 0, **options: str
+) -> list[mqstore.SendReceipt]:
+    """Put all messages into a queue, or for None into all in turn. Returns the receipts, dispatched."""
     messages, receipts = outgoing(load, options), list[mqstore.SendReceipt]()
-    store.create_topic(load.topic)
-    for start in range(0, len(messages), batch or len(messages)):
-        receipts += store.put_many(load.topic, messages[start : start + (batch or len(messages))], queue_id=0)
+    store.create_topic(load.topic, queues=queues)
+    for start in range(0, len(messages), batch):
+        receipts += store.put_many(load.topic, messages[start : start + batch], queue_id=queue_id)
     store.log.dispatch()
     return receipts
 
 
-@contextmanager
-def filled(directory: Path, load: Load, **options: str) -> Iterator[mqstore.Store]:
-    with mqstore.open(directory / "store") as store:
-        fill(store, load, **options)
-        yield store
+@in_store()
+def put(store: mqstore.Store, load: Load, **options: Any) -> Work:
+    bodies = load.bodies()
+    # Creating segment, queues and folders belongs to the first message of a store, not to each.
+    store.put(load.topic, bodies[0], **options)
+
+    def work() -> int:
+        put_one, topic = store.put, load.topic
+        for body in bodies:
+            put_one(topic, body, **options)
+        return len(bodies)
+
+    return work
 
 
-@contextmanager
-def read(directory: Path, load: Load, *, batch: int) -> Iterator[Work]:
-    with filled(directory, load) as store:
+@in_store()
+def read(store: mqstore.Store, load: Load, *, batch: int) -> Work:
+    fill(store, load)
 
-        def work() -> int:
-            offset = read_bytes = 0
-            while messages := store.read(load.topic, 0, offset, batch):
-                for message in messages:
-                    read_bytes += len(message.body)
-                offset += len(messages)
-            assert read_bytes == load.messages * load.body_bytes
-            return offset
+    def work() -> int:
+        offset = read_bytes = 0
+        while messages := store.read(load.topic, 0, offset, batch):
+            for message in messages:
+                read_bytes += len(message.body)
+            offset += len(messages)
+        assert read_bytes == load.messages * load.body_bytes
+        return offset
 
-        yield work
+    return work
 
 
-READ = Side("mqstore read, 1000 at a time", partial(read, batch=1000))
+PUT = Side("mqstore put", put)
+READ = Side(f"mqstore read, {BATCH} at a time", partial(read, batch=BATCH))

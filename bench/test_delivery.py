@@ -8,138 +8,69 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import pytest
-
 import mqstore.aio
 from bench import peers
-from bench.harness import Ask, Load, Side, Work, each
-from bench.peers import BATCH
-from bench.sides import PUT, READ, filled
-
-CPU = pytest.mark.benchmark(timer=time.process_time)
-"""CPU time of the whole process is steady on a busy machine. It fits where no thread waits for another."""
+from bench.harness import CPU, Load, Row, Side, Work, asked, each, of_both, side
+from bench.sides import PUT, READ, fill, in_store
 
 
-@contextmanager
-def queue_put(directory: Path, load: Load) -> Iterator[Work]:
-    with mqstore.open(directory / "store") as store:
-        yield each(load.bodies(), store.queue(load.topic).put)
+def take_all(queue: Any, load: Load) -> int:
+    """Get and acknowledge the items of a load."""
+    taken_bytes = 0
+    for _ in range(load.messages):
+        task = queue.get()
+        taken_bytes += len(task.value)
+        task.ack()
+    assert taken_bytes == load.messages * load.body_bytes
+    return load.messages
 
 
-@contextmanager
+@in_store()
+def queue_put(store: mqstore.Store, load: Load) -> Work:
+    return each(load.bodies(), store.queue(load.topic).put)
+
+
+@in_store()
 def queue_get(
-    directory: Path,
-    load: Load,
-    *,
-    ordered: bool = False,
-    delayed: Literal["no", "before", "now"] = "no",
-) -> Iterator[Work]:
+    store: mqstore.Store, load: Load, *, ordered: bool = False, delayed: Literal["no", "before", "now"] = "no"
+) -> Work:
     """Get and acknowledge. The same number of other messages may be delayed by an hour. The timer has stored those from
     "before" in their slots, and does so "now" while items are taken."""
-    with mqstore.open(directory / "store") as store:
-        queue = store.queue(load.topic, ordered=ordered)
-
-        def delay() -> None:
+    queue = store.queue(load.topic, ordered=ordered)
+    for when in ("before", "no", "now"):
+        if when == "no":
+            queue.put_many(load.bodies())
+            store.log.dispatch()
+        elif when == delayed:
             for _ in range(load.messages):
                 queue.put(b"", delay=3600)
-
-        if delayed == "before":
-            delay()
-            queue.put(b"", delay=0.1)
-            queue.get().ack()  # by then the timer has stored all others in their slots
-        queue.put_many(load.bodies())
-        store.log.dispatch()
-        if delayed == "now":
-            delay()
-
-        def work() -> int:
-            taken_bytes = 0
-            for _ in range(load.messages):
-                task = queue.get()
-                taken_bytes += len(task.value)
-                task.ack()
-            assert taken_bytes == load.messages * load.body_bytes
-            return load.messages
-
-        yield work
+            if when == "before":
+                queue.put(b"", delay=0.1)
+                queue.get().ack()  # by then the timer has stored all others in their slots
+    return partial(take_all, queue, load)
 
 
-QUEUE_GET = Side("mqstore Queue", queue_get)
-
-
-@contextmanager
-def queue_all(directory: Path, load: Load, *, priorities: int) -> Iterator[Work]:
+@in_store()
+def queue_all(store: mqstore.Store, load: Load, *, priorities: int) -> Work:
     """Put, get and acknowledge, with the items spread over this many priorities. 0: without any."""
-    with mqstore.open(directory / "store") as store:
-        queue, bodies = store.queue(load.topic), load.bodies()
-        queue.put(b"", priority=min(1, priorities))  # creating segment and queues belongs to the first item
-        queue.get().ack()
-        options: list[dict[str, int]] = [{"priority": number} for number in range(priorities)] or [{}]
+    queue, bodies = store.queue(load.topic), load.bodies()
+    queue.put(b"", priority=min(1, priorities))  # creating segment and queues belongs to the first item
+    queue.get().ack()
+    options: list[dict[str, int]] = [{"priority": number} for number in range(priorities)] or [{}]
 
-        def work() -> int:
-            put, taken_bytes = queue.put, 0
-            for number, body in enumerate(bodies):
-                put(body, **options[number % len(options)])
-            for _ in range(load.messages):
-                task = queue.get()
-                taken_bytes += len(task.value)
-                task.ack()
-            assert taken_bytes == load.messages * load.body_bytes
-            return load.messages
+    def work() -> int:
+        put = queue.put
+        for number, body in enumerate(bodies):
+            put(body, **options[number % len(options)])
+        return take_all(queue, load)
 
-        yield work
-
-
-QUEUE_ALL = Side("mqstore Queue, put and get", partial(queue_all, priorities=0))
-
-
-def test_queue_put(ask: Ask) -> None:
-    """`queue.put`, one item at a time."""
-    beside = {PUT: 0.667, peers.QUEUELIB: None, peers.SQLITE_PUT: None}
-    ask(Side("mqstore Queue", queue_put), Load(128, 100_000), beside)
-
-
-@CPU
-def test_queue_priorities(ask: Ask) -> None:
-    """The time of put, get and ack of items that are spread over ten priorities."""
-    ours = Side("mqstore Queue, ten priorities", partial(queue_all, priorities=10))
-    ask(ours, Load(128, 20_000), {QUEUE_ALL: 1.3}, by="time")
-
-
-@pytest.mark.parametrize("body", [128, 1024])
-def test_queue_get(ask: Ask, body: int) -> None:
-    """`queue.get` and `task.ack`, one item at a time."""
-    beside = {
-        peers.SQLITE_ACK_QUEUE: 150,
-        peers.LITEQUEUE: 10,
-        peers.DISKCACHE_DEQUE: 20,
-        peers.SQLITE_GET: None,
-    }
-    ask(QUEUE_GET, Load(body, 20_000), beside)
-
-
-@CPU
-def test_queue_ordered(ask: Ask) -> None:
-    """The time of get and ack in an ordered queue."""
-    ask(
-        Side("mqstore Queue, ordered", partial(queue_get, ordered=True)), Load(128, 20_000), {QUEUE_GET: 2.5}, by="time"
-    )
-
-
-@CPU
-@pytest.mark.parametrize(("delayed", "goal"), [("before", 1.1), ("now", 1.5)])
-def test_queue_delayed(ask: Ask, delayed: Literal["before", "now"], goal: float) -> None:
-    """The time of get and ack while as many messages of the queue are delayed, or are taken in by the timer.
-    The process has one interpreter: CPU time of other threads is time that the calls wait."""
-    ours = Side(f"mqstore Queue, delayed {delayed}", partial(queue_get, delayed=delayed))
-    ask(ours, Load(128, 20_000), {QUEUE_GET: goal}, by="time")
+    return work
 
 
 @contextmanager
@@ -169,33 +100,22 @@ def asyncio_get(directory: Path, load: Load) -> Iterator[Work]:
             runner.run(store.close())
 
 
-def test_queue_asyncio(ask: Ask) -> None:
-    """The time of get and ack by `mqstore.aio`, on the wall: a thread makes the calls."""
-    ask(Side("mqstore.aio Queue", asyncio_get), Load(128, 20_000), {QUEUE_GET: 2}, by="time")
+@in_store()
+def receive(store: mqstore.Store, load: Load, *, batch: int) -> Work:
+    fill(store, load)
+    consumer = store.simple_consumer("bench", {load.topic: "*"})
 
+    def work() -> int:
+        taken = taken_bytes = 0
+        while taken < load.messages:
+            for delivery in consumer.receive(batch):
+                taken_bytes += len(delivery.message.body)
+                delivery.ack()
+                taken += 1
+        assert taken_bytes == load.messages * load.body_bytes
+        return taken
 
-@contextmanager
-def receive(directory: Path, load: Load, *, batch: int) -> Iterator[Work]:
-    with filled(directory, load) as store, store.simple_consumer("bench", {load.topic: "*"}) as consumer:
-
-        def work() -> int:
-            taken = taken_bytes = 0
-            while taken < load.messages:
-                for delivery in consumer.receive(batch):
-                    taken_bytes += len(delivery.message.body)
-                    delivery.ack()
-                    taken += 1
-            assert taken_bytes == load.messages * load.body_bytes
-            return taken
-
-        yield work
-
-
-@pytest.mark.parametrize("batch", [1, 32])
-def test_simple_consumer(ask: Ask, batch: int) -> None:
-    """`receive` of a simple consumer, and `ack` of each delivery."""
-    ours = Side("mqstore simple consumer", partial(receive, batch=batch))
-    ask(ours, Load(128, 50_000), {QUEUE_GET: None}, limit=(150, "k/s") if batch > 1 else None)
+    return work
 
 
 @contextmanager
@@ -204,11 +124,7 @@ def push(
 ) -> Iterator[Work]:
     """A push consumer that finds a backlog, with a handler that only looks at the body."""
     with mqstore.open(directory / "store") as store:
-        store.create_topic(load.topic, queues=queues)
-        messages = [mqstore.OutgoingMessage(body, tag=tag) if tag else body for body in load.bodies()]
-        for start in range(0, len(messages), BATCH):
-            store.put_many(load.topic, messages[start : start + BATCH])
-        store.log.dispatch()
+        fill(store, load, peers.BATCH, queues, None, **({"tag": tag} if tag else {}))
         done = threading.Event()
         taken: list[int] = []
 
@@ -228,31 +144,6 @@ def push(
         yield work
         consumer.stop()
         assert taken == [load.body_bytes] * load.messages
-
-
-PUSH = Side("mqstore push consumer", push)
-PUSH_TAGGED = Side("everything, of tagged messages", partial(push, tag="paid"))
-
-
-@pytest.mark.parametrize("body", [128, 1024])
-def test_push(ask: Ask, body: int) -> None:
-    """A push consumer of one worker with a handler that does nothing."""
-    ours = Side("mqstore push consumer, one worker", partial(push, queues=1, workers=1))
-    ask(ours, Load(body, 100_000), {READ: None}, limit=(200, "k/s"))
-
-
-@pytest.mark.parametrize(
-    ("options", "plain", "goal"),
-    [
-        pytest.param({"mode": "pop"}, PUSH, 1.5, id="pop"),
-        pytest.param({"ordered": True}, PUSH, 2, id="ordered"),
-        pytest.param({"tag": "paid", "tags": "paid"}, PUSH_TAGGED, 1.1, id="filter"),
-    ],
-)
-def test_push_options(ask: Ask, options: dict[str, Any], plain: Side, goal: float) -> None:
-    """The time of a push consumer in mode "pop", in order, or subscribed to a tag that all messages have."""
-    ours = Side("mqstore push consumer with options", partial(push, **options))
-    ask(ours, Load(128, 50_000), {plain: goal}, by="time")
 
 
 @contextmanager
@@ -275,6 +166,47 @@ def delayed(directory: Path, load: Load) -> Iterator[Work]:
         yield work
 
 
-def test_delay(ask: Ask) -> None:
-    """Delivering a backlog of a delay level that is due at once."""
-    ask(Side("mqstore delay level", delayed), Load(128, 100_000), {PUT: 0.3})
+QUEUE_PUT, QUEUE_GET = Side("mqstore Queue", queue_put), Side("mqstore Queue", queue_get)
+QUEUE_ALL = side("mqstore Queue, put and get", queue_all, priorities=0)
+PRIORITIES = side("mqstore Queue, ten priorities", queue_all, priorities=10)
+ORDERED = side("mqstore Queue, ordered", queue_get, ordered=True)
+DELAYED = side("mqstore Queue, as many delayed", queue_get, delayed="before")
+DELAYING = side("mqstore Queue, while as many are delayed", queue_get, delayed="now")
+ASYNCIO = Side("mqstore.aio Queue", asyncio_get)
+RECEIVE_1, RECEIVE_32 = (side("mqstore simple consumer", receive, batch=batch) for batch in (1, 32))
+PUSH, PUSH_1 = Side("mqstore push consumer", push), side("mqstore push consumer, one worker", push, queues=1, workers=1)
+PUSH_TAGGED = side("everything, of tagged messages", push, tag="paid")
+QUEUES = {peers.SQLITE_ACK_QUEUE: 150, peers.LITEQUEUE: 10, peers.DISKCACHE_DEQUE: 20, peers.SQLITE_GET: None}
+ITEMS = Load(128, 20_000)
+
+
+def push_options(goal: float, plain: Side = PUSH, **options: Any) -> Row:
+    return side("mqstore push consumer with options", push, **options), Load(128, 50_000), {plain: goal}, {"by": "time"}
+
+
+test_delivery = asked(
+    {
+        # `queue.put`; `queue.get` and `task.ack`, one item at a time.
+        "queue_put": (QUEUE_PUT, Load(128, 100_000), {PUT: 0.667, peers.QUEUELIB: None, peers.SQLITE_PUT: None}),
+        **of_both("queue_get", QUEUE_GET, (20_000, 20_000), QUEUES),
+        # The time of put, get and ack of items that are spread over ten priorities.
+        "queue_priorities": (PRIORITIES, ITEMS, {QUEUE_ALL: 1.3}, CPU),
+        # The time of get and ack in an ordered queue; while as many messages of the queue are delayed, or are taken in
+        # by the timer, since CPU time of other threads is time that the calls wait; by `mqstore.aio`, on the wall.
+        "queue_ordered": (ORDERED, ITEMS, {QUEUE_GET: 2.5}, CPU),
+        "queue_delayed[before]": (DELAYED, ITEMS, {QUEUE_GET: 1.1}, CPU),
+        "queue_delayed[now]": (DELAYING, ITEMS, {QUEUE_GET: 1.5}, CPU),
+        "queue_asyncio": (ASYNCIO, ITEMS, {QUEUE_GET: 2}, {"by": "time"}),
+        # `receive` of a simple consumer, and `ack` of each delivery.
+        "simple_consumer[1]": (RECEIVE_1, Load(128, 50_000), {QUEUE_GET: None}),
+        "simple_consumer[32]": (RECEIVE_32, Load(128, 50_000), {QUEUE_GET: None}, {"limit": (150, "k/s")}),
+        # A push consumer with a handler that does nothing.
+        **of_both("push", PUSH_1, (100_000, 100_000), {READ: None}, limit=(200, "k/s")),
+        # Its time in mode "pop", in order, or subscribed to a tag that all messages have.
+        "push_options[pop]": push_options(1.5, mode="pop"),
+        "push_options[ordered]": push_options(2, ordered=True),
+        "push_options[filter]": push_options(1.1, PUSH_TAGGED, tag="paid", tags="paid"),
+        # Delivering a backlog of a delay level that is due at once.
+        "delay": (Side("mqstore delay level", delayed), Load(128, 100_000), {PUT: 0.3}),
+    }
+)

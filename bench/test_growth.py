@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
-import pytest
-
 import mqstore
-from bench.harness import Ask, Load, Side, Work, each, scratch
+from bench.harness import CPU, Ask, Load, Row, Work, asked, each, scratch, side
+from bench.sides import in_store
 
 HOURS_S = 12 * 3600
 _PROBES = 2000
@@ -51,35 +48,34 @@ def delayed(store: mqstore.Store, size: int) -> None:
         store.put("bench", b"x", delay=3600 + number * 7919 % HOURS_S)
 
 
-@contextmanager
-def use(directory: Path, load: Load, *, fill: Fill, part: float) -> Iterator[Work]:
+@in_store()
+def use(store: mqstore.Store, load: Load, *, fill: Fill, part: float) -> Work:
     """Put, get and acknowledge items of a queue in a store of this size."""
-    with mqstore.open(directory / "store") as store:
-        fill(store, round(load.messages * part))
-        queue = store.queue("probe")
+    fill(store, round(load.messages * part))
+    queue = store.queue("probe")
 
-        def probe(_: int) -> None:
-            queue.put(b"x")
-            queue.get().ack()
+    def probe(_: int) -> None:
+        queue.put(b"x")
+        queue.get().ack()
 
-        yield each(range(min(_PROBES, load.messages)), probe)
-
-
-AXES = [
-    (messages, 1_000_000, 0.01),
-    (queues, 500, 0.02),
-    (topics, 200, 0.05),
-    (in_flight, 100_000, 0),
-    (delayed, 100_000, 0),
-]
+    return each(range(min(_PROBES, load.messages)), probe)
 
 
-@pytest.mark.benchmark(timer=time.process_time)
-@pytest.mark.parametrize(("fill", "size", "part"), [pytest.param(*axis, id=axis[0].__name__) for axis in AXES])
-def test_growth(ask: Ask, fill: Fill, size: int, part: float) -> None:
-    """The time of put, get and ack in a store that holds much."""
-    few = Side(f"{size * part:,.0f} of them", partial(use, fill=fill, part=part))
-    ask(Side(f"{size:,}", partial(use, fill=fill, part=1)), Load(128, size), {few: 1.5}, by="time")
+def growth(fill: Fill, size: int, part: float) -> Row:
+    few, many = (side(f"{size * each:,.0f} of them", use, fill=fill, part=each) for each in (part, 1))
+    return many, Load(128, size), {few: 1.5}, CPU
+
+
+test_growth = asked(
+    {
+        # The time of put, get and ack in a store that holds much.
+        "growth[messages]": growth(messages, 1_000_000, 0.01),
+        "growth[queues]": growth(queues, 500, 0.02),
+        "growth[topics]": growth(topics, 200, 0.05),
+        "growth[in_flight]": growth(in_flight, 100_000, 0),
+        "growth[delayed]": growth(delayed, 100_000, 0),
+    }
+)
 
 
 def hold(path: Path, size: int) -> float:

@@ -15,7 +15,8 @@ from bench.harness import Ask, needs_modules, scratch
 PROGRAM = """
 import sys, time
 begin = time.perf_counter()
-{}
+import {module}
+{statements}
 took_ms = (time.perf_counter() - begin) * 1000
 pages = int(open("/proc/self/statm").read().split()[1])
 import json
@@ -23,38 +24,34 @@ print(json.dumps({{"ms": took_ms, "MiB": pages * 4096 / 2**20}}))
 """
 FIRST_ITEMS = {
     "mqstore": """
-import mqstore
-store = mqstore.open(sys.argv[1])
-queue = store.queue("jobs")
+queue = mqstore.open(sys.argv[1]).queue("jobs")
 queue.put(b"item")
 queue.get().ack()
 """,
     "sqlite3": """
-import sqlite3
 db = sqlite3.connect(sys.argv[1] + "/queue.db", isolation_level=None)
 db.execute("CREATE TABLE job (id INTEGER PRIMARY KEY, body BLOB)")
 db.execute("INSERT INTO job (body) VALUES (?)", (b"item",))
 db.execute("DELETE FROM job RETURNING body").fetchall()
 """,
     "diskcache": """
-import diskcache
 queue = diskcache.Deque(directory=sys.argv[1])
 queue.append(b"item")
 queue.popleft()
 """,
     "persistqueue": """
-import persistqueue
 queue = persistqueue.SQLiteAckQueue(sys.argv[1])
 queue.put(b"item")
 queue.ack(queue.get())
 """,
 }
-"""Statements by the library that they import."""
+"""Statements by the library that they need."""
 
 
-def first_item(statements: str) -> dict[str, float]:
+def first_item(module: str) -> dict[str, float]:
     with scratch() as directory:
-        run = [sys.executable, "-c", PROGRAM.format(statements), str(directory)]
+        program = PROGRAM.format(module=module, statements=FIRST_ITEMS[module])
+        run = [sys.executable, "-c", program, str(directory)]
         compiled = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}  # else each round compiles every module
         done = subprocess.run(run, check=True, capture_output=True, env=compiled)
         measured: dict[str, float] = json.loads(done.stdout)
@@ -65,7 +62,7 @@ def first_item(statements: str) -> dict[str, float]:
 def test_first_item(ask: Ask, unit: str, goal: float) -> None:
     """`import`, and the first put and get in a new store, in a new process: the time, or the memory of the process."""
     peers = [name for name in FIRST_ITEMS if needs_modules(name)() is None]
-    rounds = [{name: first_item(FIRST_ITEMS[name])[unit] for name in peers} for _ in range(1 + ask.rounds)][1:]
+    rounds = [{name: first_item(name)[unit] for name in peers} for _ in range(1 + ask.rounds)][1:]
     ask.benchmark.pedantic(lambda: None)
     ours = [each["mqstore"] for each in rounds]
     ask.answer("", unit, ours, goal)

@@ -11,7 +11,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ import pytest
 import mqstore
 from bench.goals import number_text
 from bench.harness import RECORDED, Ask, scratch
-from bench.rates import TOPIC, Arrive, Case, Put, Receiver
+from bench.rates import TOPIC, Arrive, Put, Receiver, run
 
 MOST_ROUNDS = 3
 WAIT_S = 0.2
@@ -42,12 +42,9 @@ def _looping(receive: Callable[[], Sequence[bytes]], arrive: Arrive) -> Iterator
 
     def loop() -> None:
         while not stop.is_set():
-            try:
-                bodies = receive()
-            except mqstore.QueueEmpty:
-                continue
-            for body in bodies:
-                arrive(body)
+            with suppress(mqstore.QueueEmpty):
+                for body in receive():
+                    arrive(body)
 
     thread = threading.Thread(target=loop, daemon=True)
     thread.start()
@@ -78,41 +75,36 @@ def pull(store: mqstore.Store, arrive: Arrive) -> Iterator[Put]:
             yield partial(store.put, TOPIC)
 
 
-def _ask(ask: Ask, case: Case, receiver: Receiver, judged: float, goal: float | None = None) -> None:
-    rounds = [case.run(receiver, ask.share) for _ in range(min(ask.rounds, MOST_ROUNDS))]
+QUESTIONS: dict[str, tuple[Receiver, int, int, float, float | None]] = {
+    # Median latency of 200 messages a second, so that all threads sleep when one comes.
+    "rest[push]": (push, 200, 1, 50, 1),
+    "rest[ordered]": (partial(push, ordered=True), 200, 1, 50, 1),
+    "rest[queue]": (queue_get, 200, 1, 50, 1),
+    "rest[pull]": (pull, 200, 1, 50, 1),
+    # 99th percentile of the latency of a push consumer at three rates.
+    "load[1000]": (push, 1000, 4, 99, None),
+    "load[10000]": (push, 10_000, 4, 99, None),
+    "load[50000]": (push, 50_000, 4, 99, None),
+}
+"""Receiver, rate, queues, the percentile that is judged, and its goal in ms."""
+
+
+@pytest.mark.parametrize("question", [*QUESTIONS], ids=[*QUESTIONS])
+def test_latency(ask: Ask, question: str) -> None:
+    receiver, rate, queues, judged, goal = QUESTIONS[question]
+    rounds = [run(receiver, rate, ask.share, queues) for _ in range(min(ask.rounds, MOST_ROUNDS))]
     latencies, late_ms, kept = zip(*rounds, strict=True)
     note = f"put {number_text(statistics.median(late_ms))} late"
     note += f"; {statistics.median(kept):.0%} of the rate" * (statistics.median(kept) < 0.95)
     ask.latencies(latencies, judged, goal, note)
 
 
-@pytest.mark.parametrize(
-    "receiver",
-    [
-        pytest.param(push, id="push"),
-        pytest.param(partial(push, ordered=True), id="ordered"),
-        pytest.param(queue_get, id="queue"),
-        pytest.param(pull, id="pull"),
-    ],
-)
-def test_rest(ask: Ask, receiver: Receiver) -> None:
-    """Median latency of 200 messages a second, so that all threads sleep when one comes."""
-    _ask(ask, Case(rate=200, queues=1), receiver, 50, 1)
-
-
-@pytest.mark.parametrize("rate", [1000, 10_000, 50_000])
-def test_load(ask: Ask, rate: int) -> None:
-    """99th percentile of the latency of a push consumer at three rates."""
-    _ask(ask, Case(rate=rate), push, 99)
-
-
 def test_many_queues(ask: Ask) -> None:
     """Messages a second with 10,000 queues, compared with 100."""
-    few, many = (Case(rate=10_000, queues=ask.scaled(queues)) for queues in (100, 10_000))
-    rounds = [(many.run(push, ask.share), few.run(push, ask.share)) for _ in range(min(ask.rounds, MOST_ROUNDS))]
+    many, few = (partial(run, push, 10_000, ask.share, ask.scaled(queues)) for queues in (10_000, 100))
+    rounds = [(many(), few()) for _ in range(min(ask.rounds, MOST_ROUNDS))]
     ask.latencies([latencies for (latencies, *_), _ in rounds], 50, None)
-    kept = [ours[2] / theirs[2] for ours, theirs in rounds]
-    ask.answer("100 queues", "x rate", kept, 0.9)
+    ask.answer("100 queues", "x rate", [ours[2] / theirs[2] for ours, theirs in rounds], 0.9)
 
 
 Way = Callable[[mqstore.Store], float]
@@ -125,20 +117,13 @@ def _late_ms(due_s: float) -> float:
     return late_ms
 
 
-def put_delay(store: mqstore.Store) -> float:
+def put_delay(store: mqstore.Store, *, nacks: bool = False) -> float:
     jobs = store.queue("jobs")
+    if nacks:
+        jobs.put(b"x")
+        task = jobs.get(timeout=10)
     due_s = time.time() + WAIT_S
-    jobs.put(b"x", delay=WAIT_S)
-    with jobs.get(timeout=10):
-        return _late_ms(due_s)
-
-
-def nack(store: mqstore.Store) -> float:
-    jobs = store.queue("jobs")
-    jobs.put(b"x")
-    task = jobs.get(timeout=10)
-    due_s = time.time() + WAIT_S
-    task.nack(delay=WAIT_S)
+    task.nack(delay=WAIT_S) if nacks else jobs.put(b"x", delay=WAIT_S)
     with jobs.get(timeout=10):
         return _late_ms(due_s)
 
@@ -171,18 +156,18 @@ def handler(store: mqstore.Store, **options: Any) -> float:
         return late_ms.get(timeout=10)
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(put_delay, id="delay"),
-        pytest.param(nack, id="nack"),
-        pytest.param(visibility, id="visibility"),
-        pytest.param(handler, id="retry"),
-        pytest.param(partial(handler, mode="pop"), id="retry_pop"),
-    ],
-)
-def test_late(ask: Ask, way: Way) -> None:
+WAYS: dict[str, Way] = {
+    "delay": put_delay,
+    "nack": partial(put_delay, nacks=True),
+    "visibility": visibility,
+    "retry": handler,
+    "retry_pop": partial(handler, mode="pop"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_late(ask: Ask, way: str) -> None:
     """How late a message comes to a store at rest: after a delay, a nack, an expired visibility, a failed handler."""
     with scratch() as directory, mqstore.open(directory / "store") as store:
         store.create_topic(TOPIC, queues=1)
-        ask.latencies([[way(store) for _ in range(ask.scaled(20))]], 99, 20)
+        ask.latencies([[WAYS[way](store) for _ in range(ask.scaled(20))]], 99, 20)

@@ -13,16 +13,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import mqstore
 from bench import peers, servers
-from bench.harness import Ask, Load, Side, Work, each, needs_modules
+from bench.harness import Load, Row, Side, Work, asked, each, needs_modules, side
 
 _LOAD = Load(1024, 6400)
 _FLIGHT = 64
@@ -41,42 +40,33 @@ def served(directory: Path) -> Iterator[mqstore.Store]:
     """Serve a new store, and yield a connection to it."""
     with tempfile.TemporaryDirectory(prefix="mq-") as folder:  # the name of a socket has to be short
         command = [Path(sys.executable).with_name("mqstore"), "serve", directory / "mq", "--listen", "127.0.0.1:0"]
-        process = subprocess.Popen([*map(str, command), "--unix", f"{folder}/s"], stdout=subprocess.PIPE)
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline().startswith(b"ready")
-            with mqstore.connect(directory / "mq") as store:
-                yield store
-        finally:
-            process.terminate()
-            process.communicate()
+        with subprocess.Popen([*map(str, command), "--unix", f"{folder}/s"], stdout=subprocess.PIPE) as process:
+            try:
+                assert process.stdout.readline().startswith(b"ready")
+                with mqstore.connect(directory / "mq") as store:
+                    yield store
+            finally:
+                process.terminate()
+
+
+Make = Callable[[Any, list[bytes]], Callable[[], object]]
+"""Function of (store or client of Redis, bodies) that returns the timed part."""
 
 
 @contextmanager
-def ours(directory: Path, load: Load, *, work: Callable[[Any, list[bytes]], Callable[[], object]]) -> Iterator[Work]:
+def of_server(directory: Path, load: Load, *, server: Callable[[Path], Any], make: Make) -> Iterator[Work]:
     bodies = load.bodies()
-    with served(directory) as store:
-        run = work(store, bodies)
+    with server(directory) as client:
+        run = make(client, bodies)
         yield lambda: (run(), len(bodies))[1]
 
 
-@contextmanager
-def redis(directory: Path, load: Load, *, work: Callable[[Any, list[bytes]], Callable[[], object]]) -> Iterator[Work]:
-    bodies = load.bodies()
-    with servers.redis_client(directory) as client:
-        run = work(client, bodies)
-        yield lambda: (run(), len(bodies))[1]
+def peer(name: str, make: Make) -> Side:
+    redis = side(f"Redis {name}", of_server, server=servers.redis_client, make=make)
+    return replace(redis, missing=servers.redis_missing)
 
 
-def side(work: Callable[[Any, list[bytes]], Callable[[], object]]) -> Side:
-    return Side(f"mqstore {work.__name__}, served", partial(ours, work=work))
-
-
-def peer(name: str, work: Callable[[Any, list[bytes]], Callable[[], object]]) -> Side:
-    return Side(f"Redis {name}", partial(redis, work=work), servers.redis_missing)
-
-
-# -- one client: (store or client of Redis, bodies) -> the timed part --------------------------------------------------
+# -- one client --------------------------------------------------------------------------------------------------------
 
 
 def put(store: Any, bodies: list[bytes]) -> Callable[[], object]:
@@ -88,12 +78,11 @@ def put_in_flight(store: Any, bodies: list[bytes]) -> Callable[[], object]:
     store.create_topic("bench", queues=1)
     start = store.broker.put_async
 
-    def run() -> None:
-        for part in cut(bodies, _FLIGHT):
-            for future in [start("bench", body) for body in part]:
-                future.result()
+    def put_part(part: Sequence[bytes]) -> None:
+        for future in [start("bench", body) for body in part]:
+            future.result()
 
-    return run
+    return each(cut(bodies, _FLIGHT), put_part)
 
 
 def put_many(store: Any, bodies: list[bytes]) -> Callable[[], object]:
@@ -103,8 +92,7 @@ def put_many(store: Any, bodies: list[bytes]) -> Callable[[], object]:
 
 def filled(store: Any, bodies: list[bytes]) -> Any:
     queue = store.queue("bench")
-    for part in cut(bodies, 500):
-        queue.put_many(part)
+    each(cut(bodies, 500), queue.put_many)()
     return queue
 
 
@@ -149,15 +137,20 @@ def lpush(client: Any, bodies: list[bytes]) -> Callable[[], object]:
     return each(bodies, partial(client.lpush, "bench"))
 
 
-def lpush_in_flight(client: Any, bodies: list[bytes]) -> Callable[[], object]:
-    def run() -> None:
-        for part in cut(bodies, _FLIGHT):
-            pipeline = client.pipeline(transaction=False)
-            for body in part:
-                pipeline.lpush("bench", body)
-            pipeline.execute()
+def in_flight(client: Any, bodies: list[bytes], call: Callable[[Any, bytes], object]) -> Work:
+    """Return a timed part that makes the calls with each body, 64 of them in one pipeline."""
 
-    return run
+    def run(part: Sequence[bytes]) -> None:
+        pipeline = client.pipeline(transaction=False)
+        for body in part:
+            call(pipeline, body)
+        pipeline.execute()
+
+    return each(cut(bodies, _FLIGHT), run)
+
+
+def lpush_in_flight(client: Any, bodies: list[bytes]) -> Callable[[], object]:
+    return in_flight(client, bodies, lambda pipeline, body: pipeline.lpush("bench", body))
 
 
 def lpush_many(client: Any, bodies: list[bytes]) -> Callable[[], object]:
@@ -166,25 +159,12 @@ def lpush_many(client: Any, bodies: list[bytes]) -> Callable[[], object]:
 
 def brpoplpush(client: Any, bodies: list[bytes]) -> Callable[[], object]:
     lpush_many(client, bodies)()
-
-    def run() -> None:
-        for _ in bodies:
-            client.lrem("taken", 1, client.brpoplpush("bench", "taken"))
-
-    return run
-
-
-def stream_of(client: Any, bodies: list[bytes]) -> None:
-    client.xgroup_create("bench", "group", id="0", mkstream=True)
-    for part in cut(bodies, _FLIGHT):
-        pipeline = client.pipeline(transaction=False)
-        for body in part:
-            pipeline.xadd("bench", {"body": body})
-        pipeline.execute()
+    return each(bodies, lambda _: client.lrem("taken", 1, client.brpoplpush("bench", "taken")))
 
 
 def xreadgroup(client: Any, bodies: list[bytes], *, acks: bool = True, count: int = _BATCH) -> Callable[[], object]:
-    stream_of(client, bodies)
+    client.xgroup_create("bench", "group", id="0", mkstream=True)
+    in_flight(client, bodies, lambda pipeline, body: pipeline.xadd("bench", {"body": body}))()
 
     def run() -> None:
         while found := client.xreadgroup("group", "consumer", {"bench": ">"}, count=count):
@@ -196,27 +176,12 @@ def xreadgroup(client: Any, bodies: list[bytes], *, acks: bool = True, count: in
     return run
 
 
-QUESTIONS: Mapping[str, tuple[Any, Mapping[Side, float | None]]] = {
-    "put": (put, {peer("LPUSH", lpush): 0.9}),
-    "put_64_in_flight": (put_in_flight, {peer("LPUSH, 64 in flight", lpush_in_flight): 0.8}),
-    "put_32": (put_many, {peer("LPUSH of 32", lpush_many): 1.2}),
-    "get_and_ack": (get, {peer("BRPOPLPUSH and LREM", brpoplpush): 0.8}),
-    "get_and_ack_32": (get_many, {peer("XREADGROUP of 32 and XACK", xreadgroup): 1.2}),
-    "pull_32": (
-        read,
-        {
-            peer("XREADGROUP", partial(xreadgroup, acks=False, count=1)): 4,
-            peer("XREADGROUP of 32", partial(xreadgroup, acks=False)): None,
-        },
-    ),
-}
+XREAD_1 = peer("XREADGROUP", partial(xreadgroup, acks=False, count=1))
+XREAD_32 = peer("XREADGROUP of 32", partial(xreadgroup, acks=False))
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_served(ask: Ask, question: str) -> None:
-    """One client process, messages of 1 KiB."""
-    work, beside = QUESTIONS[question]
-    ask(side(work), _LOAD, beside)
+def one_client(make: Make, beside: Mapping[Side, float | None]) -> Row:
+    return side(f"mqstore {make.__name__}, served", of_server, server=served, make=make), _LOAD, beside
 
 
 # -- two processes -----------------------------------------------------------------------------------------------------
@@ -262,16 +227,12 @@ def huey(directory: Path) -> Iterator[peers.Opened]:
         yield storage.enqueue, storage.dequeue
 
 
-def put_all(
-    open_queue: OpenShared, directory: Path, load: Load, share: float, size: int, ready: Any, begin: Any
-) -> None:
+def put_all(open_queue: OpenShared, directory: Path, parts: list[Any], ready: Any, begin: Any) -> None:
     """Put the items, in a process of its own."""
-    parts = cut(load.bodies(share), size)
     with open_queue(directory) as (put_some, _):
         ready.set()
         begin.wait()
-        for part in parts:
-            put_some(part)
+        each(parts, put_some)()
 
 
 @contextmanager
@@ -279,19 +240,19 @@ def relay(
     directory: Path, load: Load, *, open_queue: OpenShared, size: int = 1, share: float = 1, serve: bool = False
 ) -> Iterator[Work]:
     context = multiprocessing.get_context("spawn")
-    count = len(load.bodies(share))
+    bodies = load.bodies(share)
     ready, begin = context.Event(), context.Event()
-    with served(directory) if serve else tempfile.TemporaryDirectory(), open_queue(directory) as (_, take):
-        child = context.Process(target=put_all, args=(open_queue, directory, load, share, size, ready, begin))
+    with served(directory) if serve else nullcontext(), open_queue(directory) as (_, take):
+        child = context.Process(target=put_all, args=(open_queue, directory, cut(bodies, size), ready, begin))
         child.start()
         ready.wait()
 
         def work() -> int:
             begin.set()
-            left = count
+            left = len(bodies)
             while left > 0:
                 left -= take()
-            return count
+            return len(bodies)
 
         yield work
         child.join()
@@ -299,24 +260,31 @@ def relay(
 
 def relay_of(name: str, open_queue: peers.Open, share: float) -> Side:
     shared = partial(one_by_one, open_queue=open_queue)
-    return Side(
-        f"{name}, two processes", partial(relay, open_queue=shared, share=share), needs_modules(name.split()[0])
-    )
+    relayed = side(f"{name}, two processes", relay, open_queue=shared, share=share)
+    return replace(relayed, missing=needs_modules(name.split()[0]))
 
 
-_LITEQUEUE = relay_of("litequeue", peers.litequeue, 0.3)
-_PERSIST_QUEUE = relay_of("persistqueue SQLiteAckQueue", peers.persist_queue, 0.05)
-_HUEY = relay_of("huey SqliteStorage", huey, 0.3)
+def two_processes(size: int, **goals: float | None) -> Row:
+    ours = side("mqstore Queue", relay, open_queue=partial(connected, size=size), size=size, serve=True)
+    return ours, _LOAD, {_RELAYS[name]: goal for name, goal in goals.items()}
 
 
-GOALS: Mapping[int, Mapping[Side, float | None]] = {
-    1: {_LITEQUEUE: 1, _PERSIST_QUEUE: None, _HUEY: None},
-    _BATCH: {_LITEQUEUE: 8, _PERSIST_QUEUE: 5, _HUEY: 5},
+_RELAYS = {
+    "litequeue": relay_of("litequeue", peers.litequeue, 0.3),
+    "persistqueue": relay_of("persistqueue SQLiteAckQueue", peers.persist_queue, 0.05),
+    "huey": relay_of("huey SqliteStorage", huey, 0.3),
 }
-
-
-@pytest.mark.parametrize("size", GOALS)
-def test_items_through_two_processes(ask: Ask, size: int) -> None:
-    """One process puts while the other takes and acknowledges, one item or 32 at a time."""
-    shared = partial(connected, size=size)
-    ask(Side("mqstore Queue", partial(relay, open_queue=shared, size=size, serve=True)), _LOAD, GOALS[size])
+test_served = asked(
+    {
+        # One client process, messages of 1 KiB.
+        "served[put]": one_client(put, {peer("LPUSH", lpush): 0.9}),
+        "served[put_64_in_flight]": one_client(put_in_flight, {peer("LPUSH, 64 in flight", lpush_in_flight): 0.8}),
+        "served[put_32]": one_client(put_many, {peer("LPUSH of 32", lpush_many): 1.2}),
+        "served[get_and_ack]": one_client(get, {peer("BRPOPLPUSH and LREM", brpoplpush): 0.8}),
+        "served[get_and_ack_32]": one_client(get_many, {peer("XREADGROUP of 32 and XACK", xreadgroup): 1.2}),
+        "served[pull_32]": one_client(read, {XREAD_1: 4, XREAD_32: None}),
+        # One process puts while the other takes and acknowledges, one item or 32 at a time.
+        "items_through_two_processes[1]": two_processes(1, litequeue=1, persistqueue=None, huey=None),
+        "items_through_two_processes[32]": two_processes(_BATCH, litequeue=8, persistqueue=5, huey=5),
+    }
+)

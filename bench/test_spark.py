@@ -9,9 +9,9 @@ import random
 import shutil
 import statistics
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ pa = pytest.importorskip("pyarrow")
 FOUR = ("topic", "queue_id", "queue_offset", "body")
 FIVE = (*FOUR, "store_timestamp")
 COPIED = "topic,queue_id,body,tags,keys,born_timestamp,flag"
-ONCE = Load(0, 1)
 SETTINGS = {
     "spark.master": "local[2]",
     "spark.driver.memory": "2g",
@@ -41,30 +40,35 @@ _ADJACENT = 50
 _BATCH, _WARM = 16, 5
 Make = Callable[[int], Path]
 
-ask_calls = partial(Ask.__call__, unit="calls")
+
+def compare(ask: Ask, ours: Callable[[], object], beside: Mapping[str, tuple[Any, float]], **options: Any) -> None:
+    """Ask about a call, given the name, call and goal of each peer."""
+    peers = {ready(name, call): goal for name, (call, goal) in beside.items()}
+    ask(ready("mqstore", ours), Load(0, 1), peers, unit="calls", **options)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with scratch() as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
 def made(share: float) -> Iterator[Make]:
     """Makes stores that the questions share: four topics of four queues, interleaved, bodies of 100 to 300 bytes."""
+    source, tags = random.Random(), ["rare", *"ABC" * 33]
+
+    def message(i: int, j: int) -> mqstore.OutgoingMessage:
+        body, tag = source.randbytes(source.randint(100, 300)), tags[(i * _ADJACENT + j) % len(tags)]
+        return mqstore.OutgoingMessage(body, tag=tag, keys=[f"k{i}-{j}"], properties={"colour": "blue"})
 
     def make(messages: int) -> Path:
         path = folder / str(messages)
-        if path.exists():
-            return path
-        source, tags = random.Random(20_240_229), ["rare", *"ABC" * 33]
-        with mqstore.open(path) as store:
-            for i in range(max(1, int(messages * share) // (16 * _ADJACENT))):
-                for queue in range(16):
-                    batch = [
-                        mqstore.OutgoingMessage(
-                            source.randbytes(source.randint(100, 300)),
-                            tag=tags[(i * _ADJACENT + j) % len(tags)],
-                            keys=[f"k{i}-{j}"],
-                            properties={"colour": "blue"},
-                        )
-                        for j in range(_ADJACENT)
-                    ]
+        source.seed(20_240_229)
+        if not path.exists():
+            with mqstore.open(path) as store:
+                for i, queue in product(range(max(1, int(messages * share) // (16 * _ADJACENT))), range(16)):
+                    batch = [message(i, j) for j in range(_ADJACENT)]
                     store.put_many(f"topic-{queue % 4}", batch, queue_id=queue // 4)
         return path
 
@@ -94,27 +98,24 @@ def by_columns(path: Path, every: bool) -> None:
             assert store.to_arrow(topic, columns=None if every else FOUR).num_rows
 
 
-@pytest.mark.parametrize(("every", "goal"), [pytest.param(False, 20, id="four"), pytest.param(True, 8, id="all")])
-def test_columns(ask: Ask, made: Make, every: bool, goal: float) -> None:
+@pytest.mark.parametrize(("columns", "goal"), [("four", 20), ("all", 8)], ids=["four", "all"])
+def test_columns(ask: Ask, made: Make, columns: str, goal: float) -> None:
     """`store.to_arrow` of four columns or all, beside a loop that makes a tuple of each record."""
-    path = made(300_000)
-    loop = ready("a loop over records", partial(by_records, path, every))
-    ask_calls(ask, ready("mqstore to_arrow", partial(by_columns, path, every)), ONCE, {loop: goal})
+    how = made(300_000), columns == "all"
+    compare(ask, partial(by_columns, *how), {"a loop over records": (partial(by_records, *how), goal)})
 
 
-def test_plan(ask: Ask) -> None:
+def test_plan(ask: Ask, folder: Path) -> None:
     """The time that Spark waits before the first task of a query over a thousand stores of 16 queues."""
     from mqstore.jobs.options import SourceOptions
     from mqstore.jobs.plan import plan
 
     config = mqstore.StoreConfig(segment_bytes=1 << 16, consumequeue_units=1000, index_slots=100, index_entries=400)
-    with scratch() as folder:
-        for number in range(ask.scaled(1000)):
-            with mqstore.open(folder / f"store-{number:05d}", config=config) as store:
-                for each in range(64):
-                    store.put(f"topic-{each % 16 // 4}", b"x" * 100, queue_id=each % 4, keys=f"k{each}")
-        options = SourceOptions.parse({"path": str(folder / "*")})
-        ask_calls(ask, ready("mqstore plan", partial(plan, options)), ONCE, {}, limit=(3000, "ms"))
+    for number in range(ask.scaled(1000)):
+        with mqstore.open(folder / f"store-{number:05d}", config=config) as store:
+            for each in range(64):
+                store.put(f"topic-{each % 16 // 4}", b"x" * 100, queue_id=each % 4, keys=f"k{each}")
+    compare(ask, partial(plan, SourceOptions.parse({"path": str(folder / "*")})), {}, limit=(3000, "ms"))
 
 
 @pytest.fixture(scope="module")
@@ -188,17 +189,15 @@ def one_process(path: Path) -> None:
             assert sum(batch.num_rows for batch in reader.queue(*ref, *store.offsets(*ref)))
 
 
-@pytest.mark.parametrize(
-    ("columns", "goal"), [pytest.param(FOUR, 8, id="four_columns"), pytest.param((), 5, id="all_columns")]
-)
+@pytest.mark.parametrize(("columns", "goal"), [(FOUR, 8), ((), 5)], ids=["four_columns", "all_columns"])
 def test_spark_count(ask: Ask, spark: Any, made: Make, columns: tuple[str, ...], goal: float) -> None:
     """`count()` of four columns beside a source of decoded records, of all columns beside a source of messages."""
     path = made(3_000_000)
     spark.dataSource.register(tuple_source(bool(columns)))
-    beside = {ready("a source of tuples", lambda: frame(spark, path, *columns, kind="tuples").count()): goal}
+    beside = {"a source of tuples": (lambda: frame(spark, path, *columns, kind="tuples").count(), goal)}
     if columns:
-        beside[ready("one process without Spark", partial(one_process, path))] = 0.4
-    ask_calls(ask, ready("mqstore source", lambda: frame(spark, path, *columns).count()), ONCE, beside)
+        beside["one process without Spark"] = (partial(one_process, path), 0.4)
+    compare(ask, lambda: frame(spark, path, *columns).count(), beside)
 
 
 @pytest.mark.parametrize("name", ["queue", "tag", "time"])
@@ -207,26 +206,26 @@ def test_spark_filter(ask: Ask, spark: Any, made: Make, name: str) -> None:
     path = made(3_000_000)
     with ReadOnlyMessageStore(path) as store:
         low, high = store.offsets("topic-0", 0)
-        [message] = store.read("topic-0", 0, high - max(1, (high - low) // 100), 1)
-    since_ms = message.store_timestamp_ms
+        since_ms = store.read("topic-0", 0, high - max(1, (high - low) // 100), 1)[0].store_timestamp_ms
     options, where = {
         "queue": ({"assign": '{"topic-1":[2]}'}, "topic = 'topic-1' and queue_id = 2"),
         "tag": ({"tags": "rare"}, "tags = 'rare'"),
         "time": ({"startingTimestamp": str(since_ms)}, f"store_timestamp >= timestamp_millis({since_ms})"),
     }[name]
-    ours = ready("mqstore source", lambda: frame(spark, path, *FIVE, "tags", **options).count())
-    theirs = ready("Spark's filter", lambda: frame(spark, path, *FIVE, "tags").where(where).count())
-    ask_calls(ask, ours, ONCE, {theirs: 4})
+    every = partial(frame, spark, path, *FIVE, "tags")
+    compare(ask, lambda: every(**options).count(), {"Spark's filter": (lambda: every().where(where).count(), 4)})
 
 
-def test_spark_parquet(ask: Ask, spark: Any, made: Make) -> None:
+def test_spark_parquet(ask: Ask, spark: Any, made: Make, folder: Path) -> None:
     """The time of `sum(length(body))`, beside the same bodies in Parquet."""
-    path, total = made(3_000_000), "sum(length(body))"
-    with scratch() as folder:
-        frame(spark, path, *FOUR).write.parquet(f"{folder}/parquet")
-        ours = ready("mqstore source", lambda: frame(spark, path, "body").selectExpr(total).collect())
-        theirs = ready("Parquet", lambda: spark.read.parquet(f"{folder}/parquet").selectExpr(total).collect())
-        ask_calls(ask, ours, ONCE, {theirs: 2.5}, by="time")
+    path, parquet = made(3_000_000), f"{folder}/parquet"
+    frame(spark, path, *FOUR).write.parquet(parquet)
+
+    def total(read: Callable[[], Any]) -> None:
+        read().selectExpr("sum(length(body))").collect()
+
+    theirs = partial(total, lambda: spark.read.parquet(parquet))
+    compare(ask, partial(total, lambda: frame(spark, path, "body")), {"Parquet": (theirs, 2.5)}, by="time")
 
 
 def row_source() -> Any:
@@ -244,11 +243,9 @@ def row_source() -> Any:
             return self._writer.write(self._batches(iterator))
 
         def _batches(self, rows: Any) -> Any:
-            kinds = {"body": pa.binary(), "tags": pa.string()}
+            kinds = pa.schema({"body": pa.binary(), "tags": pa.string()})
             while chunk := list(islice(rows, 10_000)):
-                yield pa.RecordBatch.from_pydict(
-                    {name: [row[name] for row in chunk] for name in kinds}, pa.schema(kinds)
-                )
+                yield pa.RecordBatch.from_pydict({name: [row[name] for row in chunk] for name in kinds.names}, kinds)
 
     class ByRows(MQStoreDataSource):
         @classmethod
@@ -261,41 +258,40 @@ def row_source() -> Any:
     return ByRows
 
 
-def test_spark_write(ask: Ask, spark: Any) -> None:
+def test_spark_write(ask: Ask, spark: Any, folder: Path) -> None:
     """A frame written to a new store by Arrow batches, beside rows one by one."""
     spark.dataSource.register(row_source())
-    with scratch() as folder:
-        rows = spark.range(0, ask.scaled(300_000), 1, 2).selectExpr(
-            "unhex(repeat(sha1(cast(id as string)), 5 + cast(id % 10 as int))) as body",
-            "element_at(array('A', 'B', 'C'), cast(id % 3 as int) + 1) as tags",
-        )
+    rows = spark.range(0, ask.scaled(300_000), 1, 2).selectExpr(
+        "unhex(repeat(sha1(cast(id as string)), 5 + cast(id % 10 as int))) as body",
+        "element_at(array('A', 'B', 'C'), cast(id % 3 as int) + 1) as tags",
+    )
 
-        def write(kind: str) -> None:
-            shutil.rmtree(folder / "target", ignore_errors=True)
-            rows.write.format(kind).mode("append").option("topic", "orders").save(f"{folder}/target")
+    def write(kind: str) -> None:
+        rows.write.format(kind).mode("append").option("topic", "orders").save(empty(folder / "target"))
 
-        theirs = ready("row by row", partial(write, "mqstore_rows"))
-        ask_calls(ask, ready("mqstore sink", partial(write, "mqstore")), ONCE, {theirs: 1.8})
+    compare(ask, partial(write, "mqstore"), {"row by row": (partial(write, "mqstore_rows"), 1.8)})
 
 
-@pytest.mark.parametrize("partition_by", [pytest.param((), id="one"), pytest.param(("topic",), id="by_topic")])
-def test_spark_export(ask: Ask, spark: Any, made: Make, partition_by: tuple[str, ...]) -> None:
+def empty(folder: Path) -> str:
+    shutil.rmtree(folder, ignore_errors=True)
+    return str(folder)
+
+
+@pytest.mark.parametrize("partition_by", [(), ("topic",)], ids=["one", "by_topic"])
+def test_spark_export(ask: Ask, spark: Any, made: Make, folder: Path, partition_by: tuple[str, ...]) -> None:
     """`export_parquet` in the tasks, beside `frame.write` of the same columns."""
     from mqstore.jobs import export_parquet
 
-    path = made(1_000_000)
-    with scratch() as folder:
+    path, out = made(1_000_000), folder / "out"
 
-        def in_tasks() -> None:
-            shutil.rmtree(folder / "out", ignore_errors=True)
-            export_parquet(path, folder / "out", spark=spark, columns=FIVE, partition_by=partition_by)
+    def in_tasks() -> None:
+        export_parquet(path, empty(out), spark=spark, columns=FIVE, partition_by=partition_by)
 
-        def by_frame() -> None:
-            shutil.rmtree(folder / "out", ignore_errors=True)
-            writer = frame(spark, path, *FIVE).write.partitionBy(*partition_by)
-            writer.option("compression", "zstd").parquet(f"{folder}/out")
+    def by_frame() -> None:
+        writer = frame(spark, path, *FIVE).write.partitionBy(*partition_by)
+        writer.option("compression", "zstd").parquet(empty(out))
 
-        ask_calls(ask, ready("mqstore export", in_tasks), ONCE, {ready("frame.write", by_frame): 3})
+    compare(ask, in_tasks, {"frame.write": (by_frame, 3)})
 
 
 def test_spark_traffic(ask: Ask, spark: Any, made: Make) -> None:
@@ -309,8 +305,8 @@ def test_spark_traffic(ask: Ask, spark: Any, made: Make) -> None:
         rows = frame(spark, path, *FIVE).selectExpr(*minute)
         rows.groupBy("topic", "queue_id", "minute").agg({"*": "count", "size": "sum"}).collect()
 
-    report = partial(traffic_report, select(path), spark=spark, by=("topic", "queue_id"))
-    ask_calls(ask, ready("mqstore traffic", report), ONCE, {ready("groupBy", grouped): 3})
+    ours = partial(traffic_report, select(path), spark=spark, by=("topic", "queue_id"))
+    compare(ask, ours, {"groupBy": (grouped, 3)})
 
 
 def batch_s(stream: Any, batches: int) -> float:
@@ -341,20 +337,17 @@ def test_spark_micro_batch(ask: Ask, spark: Any, made: Make) -> None:
     ask.answer("rate-micro-batch", "x time", [our / their for our, their in seen], 1.3, note)
 
 
-def test_spark_stream(ask: Ask, spark: Any, made: Make) -> None:
+def test_spark_stream(ask: Ask, spark: Any, made: Make, folder: Path) -> None:
     """Store to store by a stream of one batch, beside a batch write of the same frame."""
     path = made(1_000_000)
-    with scratch() as folder:
 
-        def by_stream() -> None:
-            shutil.rmtree(folder / "target", ignore_errors=True)
-            shutil.rmtree(folder / "checkpoint", ignore_errors=True)
-            stream = spark.readStream.format("mqstore").options(startingOffsets="earliest", columns=COPIED)
-            write = stream.load(str(path)).writeStream.format("mqstore").trigger(availableNow=True)
-            write.option("checkpointLocation", f"{folder}/checkpoint").start(f"{folder}/target").awaitTermination()
+    def by_stream() -> None:
+        stream = spark.readStream.format("mqstore").options(startingOffsets="earliest", columns=COPIED)
+        write = stream.load(str(path)).writeStream.format("mqstore").trigger(availableNow=True)
+        write = write.option("checkpointLocation", empty(folder / "checkpoint"))
+        write.start(empty(folder / "target")).awaitTermination()
 
-        def by_batch() -> None:
-            shutil.rmtree(folder / "target", ignore_errors=True)
-            frame(spark, path, COPIED).write.format("mqstore").mode("append").save(f"{folder}/target")
+    def by_batch() -> None:
+        frame(spark, path, COPIED).write.format("mqstore").mode("append").save(empty(folder / "target"))
 
-        ask_calls(ask, ready("mqstore stream", by_stream), ONCE, {ready("a batch write", by_batch): 0.5})
+    compare(ask, by_stream, {"a batch write": (by_batch, 0.5)})

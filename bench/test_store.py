@@ -2,106 +2,50 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
-
-import pytest
+from typing import Any
 
 import mqstore
 from bench import peers, servers
-from bench.harness import Ask, Load, Side, Work, each
+from bench.harness import CPU, Load, Row, Side, Work, asked, each, of_both, side
 from bench.peers import BATCH
-from bench.sides import PUT, READ, fill, filled, outgoing, put, read
-from mqstore.broker.router import SendOptions
+from bench.sides import PUT, READ, fill, in_store, outgoing, put, read
 
-BODIES = pytest.mark.parametrize("body", [128, 1024])
 SEGMENTS = 200
-MANY = {128: 400_000, 1024: 100_000}
-TAG_AND_KEYS = SendOptions(tag="paid", keys=["o-7", "c-9"])
 
 
-@BODIES
-def test_put(ask: Ask, body: int) -> None:
-    """`store.put`, one message at a time."""
-    ask(PUT, Load(body, MANY[body]), {peers.QUEUELIB: 2, peers.SQLITE: 5})
+@in_store(profile="rocketmq")
+def put_in_turn(store: mqstore.Store, load: Load, *, queues: int) -> Work:
+    """Put into the queues in turn, four for each topic."""
+    places = [(f"{load.topic}{i // 4}", i % 4) for i in range(queues)]
+    for topic, queue_id in places:
+        store.put(topic, b"", queue_id=queue_id)
+    bodies = load.bodies()
+
+    def work() -> int:
+        for i, body in enumerate(bodies):
+            topic, queue_id = places[i % queues]
+            store.put(topic, body, queue_id=queue_id)
+        return len(bodies)
+
+    return work
 
 
-@contextmanager
-def put_in_turn(directory: Path, load: Load, *, queues: int) -> Iterator[Work]:
-    """Put into the queues of a store in profile rocketmq in turn, four for each topic."""
-    with mqstore.open(directory / "store", profile="rocketmq") as store:
-        places = [(f"{load.topic}{i // 4}", i % 4) for i in range(queues)]
-        for topic, queue_id in places:
-            store.put(topic, b"", queue_id=queue_id)
-        bodies = load.bodies()
-
-        def work() -> int:
-            for i, body in enumerate(bodies):
-                topic, queue_id = places[i % queues]
-                store.put(topic, body, queue_id=queue_id)
-            return len(bodies)
-
-        yield work
-
-
-def test_put_rocketmq(ask: Ask) -> None:
-    """`store.put` in profile rocketmq into 3,000 queues, compared with a put in profile mqstore."""
-    ask(Side("mqstore put, 3,000 queues", partial(put_in_turn, queues=3000)), Load(128, 200_000), {PUT: 0.6})
-
-
-def test_put_java(ask: Ask) -> None:
-    """`store.put` with a tag and two keys, beside the Java store."""
-    ask(Side("mqstore put, tag and keys", partial(put, **TAG_AND_KEYS)), Load(1024, 100_000), {servers.JAVA_PUT: 1})
-
-
-@pytest.mark.benchmark(timer=time.process_time)
-@pytest.mark.parametrize(
-    ("options", "goal"),
-    [
-        pytest.param(TAG_AND_KEYS, 1.5, id="tag_keys"),
-        pytest.param({"message_group": "c-9"}, 1.7, id="group"),
-        pytest.param({"message_group": "c-9", "properties": {"shop": "3", "kind": "x"}}, 1.7, id="properties"),
-        pytest.param({"delay": 3600}, 3, id="delay"),
-    ],
-)
-def test_put_options(ask: Ask, options: dict[str, Any], goal: float) -> None:
-    """The time of `store.put` with options."""
-    ask(Side("mqstore put with options", partial(put, **options)), Load(128, 20_000), {PUT: goal}, by="time")
-
-
-@contextmanager
-def put_many(directory: Path, load: Load, **options: Any) -> Iterator[Work]:
+@in_store()
+def put_many(store: mqstore.Store, load: Load, **options: Any) -> Work:
     messages = outgoing(load, options)
-    with mqstore.open(directory / "store") as store:
-        store.put(load.topic, b"")
+    store.put(load.topic, b"")
 
-        def work() -> int:
-            for start in range(0, len(messages), BATCH):
-                store.put_many(load.topic, messages[start : start + BATCH])
-            return len(messages)
+    def work() -> int:
+        for start in range(0, len(messages), BATCH):
+            store.put_many(load.topic, messages[start : start + BATCH])
+        return len(messages)
 
-        yield work
-
-
-PUT_MANY = Side("mqstore put_many", put_many)
-
-
-@BODIES
-def test_put_many(ask: Ask, body: int) -> None:
-    """`store.put_many`, 1000 bodies at a time."""
-    ask(PUT_MANY, Load(body, MANY[body]), {peers.LMDB_PUTMULTI: 4})
-
-
-@pytest.mark.benchmark(timer=time.process_time)
-def test_put_many_tags(ask: Ask) -> None:
-    """The time of `store.put_many` of messages with tag and key."""
-    ours = Side("mqstore put_many, tag and key", partial(put_many, tag="paid", keys="o-7"))
-    ask(ours, Load(128, 100_000), {PUT_MANY: 3}, by="time")
+    return work
 
 
 @contextmanager
@@ -109,89 +53,36 @@ def put_flushed(directory: Path, load: Load, *, threads: int) -> Iterator[Work]:
     bodies = load.bodies(min(1.0, threads / 4))
     with mqstore.open(directory / "store", durability="flush") as store:
         store.put(load.topic, bodies[0])
-
         parts = [each(bodies[start::threads], partial(store.put, load.topic)) for start in range(threads)]
         with ThreadPoolExecutor(threads) as pool:
             yield (lambda: sum(pool.map(lambda part: part(), parts))) if threads > 1 else parts[0]
-
-
-FLUSH_1 = Side("mqstore, 1 thread", partial(put_flushed, threads=1))
-
-
-@BODIES
-def test_flush_1(ask: Ask, body: int) -> None:
-    """`store.put` with durability "flush", in one thread."""
-    ask(FLUSH_1, Load(body, 10_000), {peers.DSYNC: 0.95, peers.SQLITE_PUT_FULL: None}, sync_first=True)
-
-
-@BODIES
-def test_flush_16(ask: Ask, body: int) -> None:
-    """`store.put` with durability "flush", in 16 threads."""
-    ours = Side("mqstore, 16 threads", partial(put_flushed, threads=16))
-    ask(ours, Load(body, 10_000), {FLUSH_1: 6}, sync_first=True)
-
-
-@contextmanager
-def iterate(
-    directory: Path, load: Load, *, look: Callable[[mqstore.Message], object], **options: str
-) -> Iterator[Work]:
-    with filled(directory, load, **options) as store:
-
-        def work() -> int:
-            for message in store.iter(load.topic, 0):
-                look(message)
-            assert message.offset == load.messages - 1
-            return load.messages
-
-        yield work
 
 
 def body_of(message: mqstore.Message) -> bytes:
     return message.body
 
 
-ITER = Side("mqstore iter", partial(iterate, look=body_of))
+@in_store()
+def iterate(store: mqstore.Store, load: Load, *, look: Callable[[Any], object] = body_of, **options: str) -> Work:
+    fill(store, load, **options)
+
+    def work() -> int:
+        for message in store.iter(load.topic, 0):
+            look(message)
+        assert message.offset == load.messages - 1
+        return load.messages
+
+    return work
 
 
-@pytest.mark.parametrize("body", [128, 1024])
-@pytest.mark.parametrize(
-    "ours",
-    [
-        pytest.param(ITER, id="iter"),
-        pytest.param(Side("mqstore read", partial(read, batch=32)), id="32"),
-        pytest.param(READ, id="1000"),
-    ],
-)
-def test_read(ask: Ask, ours: Side, body: int) -> None:
-    """A queue from end to end, taking each body: by `store.iter`, by `store.read` of 32 (its default) or 1000."""
-    ask(ours, Load(body, MANY[body]), {peers.LMDB_CURSOR: 1})
-
-
-@pytest.mark.benchmark(timer=time.process_time)
-def test_read_fields(ask: Ask) -> None:
-    """The time of reading body, tag and keys, beside the body alone."""
-    fields = partial(iterate, look=lambda m: (m.body, m.tag, m.keys), tag="paid", keys="o-7")
-    plain = Side("the body alone", partial(iterate, look=body_of, tag="paid", keys="o-7"))
-    ask(Side("mqstore iter, body, tag and keys", fields), Load(128, 100_000), {plain: 2.5}, by="time")
-
-
-@contextmanager
-def first_read(directory: Path, load: Load, *, dispatched: bool) -> Iterator[Work]:
+@in_store()
+def first_read(store: mqstore.Store, load: Load, *, dispatched: bool = False) -> Work:
     count = min(32, load.messages)
-    with mqstore.open(directory / "store") as store:
-        store.create_topic(load.topic)
-        store.put_many(load.topic, load.bodies(), queue_id=0)
-        if dispatched:
-            store.log.dispatch()
-
-        yield lambda: len(store.read(load.topic, 0, load.messages - count)) // count
-
-
-def test_first_read(ask: Ask) -> None:
-    """The time of the first read of the last messages, at once after `put_many`."""
-    once_dispatched = Side("the same once dispatched", partial(first_read, dispatched=True))
-    ours = Side("mqstore first read", partial(first_read, dispatched=False))
-    ask(ours, Load(128, 300_000), {once_dispatched: 1.3}, by="time", unit="calls")
+    store.create_topic(load.topic)
+    store.put_many(load.topic, load.bodies(), queue_id=0)
+    if dispatched:
+        store.log.dispatch()
+    return lambda: len(store.read(load.topic, 0, load.messages - count)) // count
 
 
 def crash(path: Path, load: Load) -> tuple[int, list[tuple[int, int, int]]]:
@@ -226,28 +117,16 @@ def recovery(directory: Path, load: Load) -> Iterator[Work]:
 
 
 @contextmanager
-def crc32c(directory: Path, load: Load, *, by: Literal["sweep", "records"]) -> Iterator[Work]:
+def crc32c(directory: Path, load: Load, *, by_record: bool = False) -> Iterator[Work]:
     """The peer of recovery, over the bytes that mqstore wrote."""
     log_end, places = crash(directory / "store", load)
     with peers.mapped_segments(directory / "store" / "commitlog") as views:
-        yield {
-            "sweep": partial(peers.crc32c_sweep, views, log_end),
-            "records": partial(peers.crc32c_records, views, places),
-        }[by]
-
-
-@pytest.mark.parametrize("body", [128, 1024])
-def test_recovery(ask: Ask, body: int) -> None:
-    """`mqstore.open` after a crash that lost the checkpoint: the whole log is verified."""
-    beside = {
-        Side("bare crc32c, one sweep", partial(crc32c, by="sweep")): 0.5 if body == 1024 else 0.3,
-        Side("bare crc32c, a call a record", partial(crc32c, by="records")): 0.3,
-    }
-    ask(Side("mqstore open after a crash", recovery), Load(body, 200_000), beside, unit="bytes")
+        sweep, records = partial(peers.crc32c_sweep, views, log_end), partial(peers.crc32c_records, views, places)
+        yield records if by_record else sweep
 
 
 @contextmanager
-def open_clean(directory: Path, load: Load, *, share: float) -> Iterator[Work]:
+def open_clean(directory: Path, load: Load, *, share: float = 1) -> Iterator[Work]:
     """Open a cleanly closed store of 200 segments that hold `load.messages * share` messages."""
     # 8 bytes stay free behind the last record of a segment; 1024 is the smallest segment there is.
     per_segment = max(int(load.messages * share) // SEGMENTS, -(-1016 // load.record_bytes))
@@ -261,25 +140,66 @@ def open_clean(directory: Path, load: Load, *, share: float) -> Iterator[Work]:
         yield work
 
 
-def test_open(ask: Ask) -> None:
-    """`mqstore.open` of a cleanly closed store of 200 segments."""
-    fewer = Side("200 segments, an eighth of the messages", partial(open_clean, share=0.125))
-    ours = Side("mqstore open", partial(open_clean, share=1.0))
-    ask(ours, Load(128, 400_000), {fewer: 0.8}, unit="calls", limit=(100, "ms"))
+# With a clock of its own a store starts no threads, so nothing is dispatched before `dispatch`.
+@in_store(config=mqstore.StoreConfig(clock=mqstore.clock.SystemClock()))
+def dispatch(store: mqstore.Store, load: Load) -> Work:
+    store.create_topic(load.topic)
+    for body in load.bodies():
+        store.put(load.topic, body, queue_id=0)
+    return lambda: (store.log.dispatch(), store.offsets(load.topic, 0)[1])[1]
 
 
-@contextmanager
-def dispatch(directory: Path, load: Load) -> Iterator[Work]:
-    # With a clock of its own a store starts no threads, so nothing is dispatched before `dispatch`.
-    config = mqstore.StoreConfig(clock=mqstore.clock.SystemClock())
-    with mqstore.open(directory / "store", config=config) as store:
-        store.create_topic(load.topic)
-        for body in load.bodies():
-            store.put(load.topic, body, queue_id=0)
+PUT_MANY = Side("mqstore put_many", put_many)
+PUT_FIELDS = side("mqstore put_many, tag and key", put_many, tag="paid", keys="o-7")
+FLUSH_1 = side("mqstore, 1 thread", put_flushed, threads=1)
+FLUSH_16 = side("mqstore, 16 threads", put_flushed, threads=16)
+ITER = side("mqstore iter", iterate)
+ITER_BODY = side("the body alone", iterate, tag="paid", keys="o-7")
+ITER_FIELDS = side("mqstore iter, fields", iterate, look=lambda m: (m.body, m.tag, m.keys), tag="paid", keys="o-7")
+FIRST_READ = side("mqstore first read", first_read)
+FIRST_READ_DISPATCHED = side("the same once dispatched", first_read, dispatched=True)
+OPEN = side("mqstore open", open_clean)
+OPEN_LESS = side("200 segments, an eighth of the messages", open_clean, share=0.125)
+CRASHED = Side("mqstore open after a crash", recovery)
+SWEEP, RECORDS = side("bare crc32c, one sweep", crc32c), side("bare crc32c, a call a record", crc32c, by_record=True)
+MANY, FLUSHED, TAG_AND_KEYS = (400_000, 100_000), (10_000, 10_000), {"tag": "paid", "keys": ["o-7", "c-9"]}
 
-        yield lambda: (store.log.dispatch(), store.offsets(load.topic, 0)[1])[1]
+
+def put_options(goal: float, **options: Any) -> Row:
+    """The time of `store.put` with options."""
+    return side("mqstore put with options", put, **options), Load(128, 20_000), {PUT: goal}, CPU
 
 
-def test_dispatch(ask: Ask) -> None:
-    """How fast messages become readable, beside how fast they are put."""
-    ask(Side("mqstore dispatch", dispatch), Load(128, 200_000), {PUT: 3})
+test_store = asked(
+    {
+        # `store.put`, one at a time; in profile rocketmq into 3,000 queues; with a tag and two keys beside Java.
+        **of_both("put", PUT, MANY, {peers.QUEUELIB: 2, peers.SQLITE: 5}),
+        "put_rocketmq": (side("mqstore put, 3,000 queues", put_in_turn, queues=3000), Load(128, 200_000), {PUT: 0.6}),
+        "put_java": (side("mqstore put, tag, keys", put, **TAG_AND_KEYS), Load(1024, 100_000), {servers.JAVA_PUT: 1}),
+        "put_options[tag_keys]": put_options(1.5, **TAG_AND_KEYS),
+        "put_options[group]": put_options(1.7, message_group="c-9"),
+        "put_options[properties]": put_options(1.7, message_group="c-9", properties={"shop": "3", "kind": "x"}),
+        "put_options[delay]": put_options(3, delay=3600),
+        # `store.put_many`, 1000 bodies at a time; the time of messages with tag and key.
+        **of_both("put_many", PUT_MANY, MANY, {peers.LMDB_PUTMULTI: 4}),
+        "put_many_tags": (PUT_FIELDS, Load(128, 100_000), {PUT_MANY: 3}, CPU),
+        # `store.put` with durability "flush".
+        **of_both("flush_1", FLUSH_1, FLUSHED, {peers.DSYNC: 0.95, peers.SQLITE_PUT_FULL: None}, sync_first=True),
+        **of_both("flush_16", FLUSH_16, FLUSHED, {FLUSH_1: 6}, sync_first=True),
+        # A queue from end to end, taking each body: by `store.iter`, by `store.read` of 32 (its default) or 1000.
+        **of_both("read[iter]", ITER, MANY, {peers.LMDB_CURSOR: 1}),
+        **of_both("read[32]", side("mqstore read", read, batch=32), MANY, {peers.LMDB_CURSOR: 1}),
+        **of_both("read[1000]", READ, MANY, {peers.LMDB_CURSOR: 1}),
+        # The time of reading body, tag and keys, beside the body alone.
+        "read_fields": (ITER_FIELDS, Load(128, 100_000), {ITER_BODY: 2.5}, CPU),
+        # The time of the first read of the last messages, at once after `put_many`.
+        "first_read": (FIRST_READ, Load(128, 300_000), {FIRST_READ_DISPATCHED: 1.3}, {"by": "time", "unit": "calls"}),
+        # `mqstore.open` after a crash that lost the checkpoint: the whole log is verified.
+        "recovery[128]": (CRASHED, Load(128, 200_000), {SWEEP: 0.3, RECORDS: 0.3}, {"unit": "bytes"}),
+        "recovery[1024]": (CRASHED, Load(1024, 200_000), {SWEEP: 0.5, RECORDS: 0.3}, {"unit": "bytes"}),
+        # `mqstore.open` of a cleanly closed store of 200 segments.
+        "open": (OPEN, Load(128, 400_000), {OPEN_LESS: 0.8}, {"unit": "calls", "limit": (100, "ms")}),
+        # How fast messages become readable, beside how fast they are put.
+        "dispatch": (Side("mqstore dispatch", dispatch), Load(128, 200_000), {PUT: 3}),
+    }
+)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import mmap
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import pytest
-
 import mqstore
 from bench import peers
-from bench.harness import Ask, Load, Side, Work
+from bench.harness import CPU, Load, Row, Work, asked, side
 from mqstore import jobs
 from mqstore.admin import inspect_store
 from mqstore_tools.export import export
@@ -55,21 +52,18 @@ def summed(path: Path, end: int) -> None:
                 peers.crc32c_sweep([memoryview(mapping)], left)
 
 
+def exported(path: Path, _: int) -> None:
+    export.main([str(path), "--output", "/dev/null"], standalone_mode=False)
+
+
 @contextmanager
-def sweep(directory: Path, load: Load, *, check: Check, queues: int = 4, segment: int | None = None) -> Iterator[Work]:
+def sweep(
+    directory: Path, load: Load, *, check: Check, queues: int = 4, segment: int | None = None, of: str = "messages"
+) -> Iterator[Work]:
     log_end = fill_in_turn(directory / "store", load, queues, segment)
     summed(directory / "store", log_end)  # so that the page cache has it
-    yield lambda: (check(directory / "store", log_end), load.messages)[1]
-
-
-@pytest.mark.benchmark(timer=time.process_time)
-@pytest.mark.parametrize(("check", "goal"), [(verified, 4), (planned, 8)])
-@pytest.mark.parametrize(("many", "messages"), [({"queues": 3000}, 600_000), ({"segment": 8192}, 150_000)])
-def test_sweep(ask: Ask, check: Check, goal: float, many: dict[str, int], messages: int) -> None:
-    """The time of `verify` and `recover --dry-run` with 3,000 queues, or segments of 8 KiB, compared with few."""
-    few = Side("few", partial(sweep, check=check))
-    bare = Side("bare crc32c, each segment opened", partial(sweep, check=summed, **many))
-    ask(Side("mqstore", partial(sweep, check=check, **many)), Load(128, messages), {few: 1.5, bare: goal}, by="time")
+    amount = {"messages": load.messages, "bytes": log_end, "calls": 1}[of]
+    yield lambda: (check(directory / "store", log_end), amount)[1]
 
 
 @contextmanager
@@ -77,34 +71,6 @@ def bare_sweep(directory: Path, load: Load, *, queues: int) -> Iterator[Work]:
     log_end = fill_in_turn(directory / "store", load, queues)
     with peers.mapped_segments(directory / "store" / "commitlog") as views:
         yield partial(peers.crc32c_sweep, views, log_end)
-
-
-@contextmanager
-def exported(directory: Path, load: Load, *, queues: int) -> Iterator[Work]:
-    log_end = fill_in_turn(directory / "store", load, queues)
-    arguments = [str(directory / "store"), "--output", "/dev/null"]
-    yield lambda: (export.main(arguments, standalone_mode=False), log_end)[1]
-
-
-@pytest.mark.benchmark(timer=time.process_time)
-@pytest.mark.parametrize("queues", [4, 3000])
-def test_export(ask: Ask, queues: int) -> None:
-    """The time of `mqstore export` as JSON lines."""
-    crc32c = Side("bare crc32c, one sweep", partial(bare_sweep, queues=queues))
-    ours = Side("mqstore export", partial(exported, queues=queues))
-    ask(ours, Load(550, 200_000), {crc32c: 40}, by="time", unit="bytes")
-
-
-@contextmanager
-def inspected(directory: Path, load: Load) -> Iterator[Work]:
-    fill_in_turn(directory / "store", load, queues=10_000)
-    yield lambda: (inspect_store(directory / "store"), 1)[1]
-
-
-@pytest.mark.benchmark(timer=time.process_time)
-def test_inspect(ask: Ask) -> None:
-    """The time of `inspect_store` with 10,000 queues."""
-    ask(Side("mqstore inspect", inspected), Load(128, 100_000), {}, unit="calls", limit=(1000, "ms"))
 
 
 @contextmanager
@@ -119,9 +85,38 @@ def first_read(directory: Path, load: Load, *, segments: int) -> Iterator[Work]:
         yield lambda: len(store.read("last", queue_id, 0))
 
 
-@pytest.mark.benchmark(timer=time.process_time)
-def test_read_after_open(ask: Ask) -> None:
-    """The time of the first read after opening, with 3,000 segments."""
-    few = Side("30 segments", partial(first_read, segments=30))
-    ours = Side("mqstore first read", partial(first_read, segments=3000))
-    ask(ours, Load(1024, 3000), {few: 1.5}, by="time", unit="calls")
+def sweep_beside(check: Check, messages: int, goal: float, **many: int) -> Row:
+    bare = side("bare crc32c, each segment opened", sweep, check=summed, **many)
+    ours, few = side("mqstore", sweep, check=check, **many), side("few", sweep, check=check)
+    return ours, Load(128, messages), {few: 1.5, bare: goal}, CPU
+
+
+def export_beside(queues: int) -> Row:
+    ours, crc32c = (
+        side("mqstore export", sweep, check=exported, queues=queues, of="bytes"),
+        side("bare crc32c, one sweep", bare_sweep, queues=queues),
+    )
+    return ours, Load(550, 200_000), {crc32c: 40}, {**CPU, "unit": "bytes"}
+
+
+INSPECT = side("mqstore inspect", sweep, check=lambda path, _: inspect_store(path), queues=10_000, of="calls")
+FIRST_READ, FEW_SEGMENTS = (
+    side("mqstore first read", first_read, segments=3000),
+    side("30 segments", first_read, segments=30),
+)
+
+test_sweeps = asked(
+    {
+        # The time of `verify` and `recover --dry-run` with 3,000 queues, or segments of 8 KiB, compared with few.
+        "sweep[verify-queues]": sweep_beside(verified, 600_000, 4, queues=3000),
+        "sweep[verify-segments]": sweep_beside(verified, 150_000, 4, segment=8192),
+        "sweep[recover-queues]": sweep_beside(planned, 600_000, 8, queues=3000),
+        "sweep[recover-segments]": sweep_beside(planned, 150_000, 8, segment=8192),
+        # The time of `mqstore export` as JSON lines.
+        "export[4]": export_beside(4),
+        "export[3000]": export_beside(3000),
+        # The time of `inspect_store` with 10,000 queues; of the first read after opening, with 3,000 segments.
+        "inspect": (INSPECT, Load(128, 100_000), {}, {**CPU, "unit": "calls", "limit": (1000, "ms")}),
+        "read_after_open": (FIRST_READ, Load(1024, 3000), {FEW_SEGMENTS: 1.5}, {**CPU, "unit": "calls"}),
+    }
+)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.report import main, write_report
+from bench.goals import Answer, as_lines
 
 ROOT = Path(__file__).parents[2]
 MEMORY = "/dev/shm"
@@ -53,7 +53,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("module", MODULES)
-def test_every_question_is_answered(bench: Bench, tmp_path: Path, module: str) -> None:
+def test_every_question_is_answered(bench: Bench, module: str) -> None:
     done = bench.ask(f"bench/{module}", "-k", "not test_spark_", "--benchmark-save=run")
 
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
@@ -64,9 +64,10 @@ def test_every_question_is_answered(bench: Bench, tmp_path: Path, module: str) -
         answers = each["extra_info"]["answers"]
         assert answers, each["name"]
         assert [one for one in answers if not one["values"] and not one["note"].startswith("left out: ")] == []
-        assert each["name"].removeprefix("test_") in done.stdout
-    text = write_report(path, tmp_path / "report").read_text()
-    assert [each["name"] for each in asked if f"| {each['name'].removeprefix('test_')} |" not in text] == []
+    lines = as_lines([Answer(**one) for each in asked for one in each["extra_info"]["answers"]])
+    assert "\n".join(lines) in done.stdout
+    saved = subprocess.run([sys.executable, "-m", "bench.goals", path], cwd=ROOT, capture_output=True, text=True)
+    assert saved.stdout.splitlines() == lines
     assert list(bench.stores.iterdir()) == []
 
 
@@ -97,40 +98,3 @@ def test_question_runs_once_untimed_under_xdist(bench: Bench) -> None:
 
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "3 passed" in done.stdout
-
-
-ANSWERS = [
-    {"question": "put", "beside": "queuelib", "unit": "x rate", "values": [2.5], "goal": 2, "note": "5 k/s"},
-    {"question": "put", "beside": "redis", "unit": "x rate", "values": [], "goal": 1, "note": "left out: no server"},
-    {"question": "load", "beside": "", "unit": "ms", "values": [3.0], "goal": 1, "note": ""},
-]
-
-
-def _run(path: Path) -> Path:
-    machine = {"system": "Linux", "release": "6", "python_version": "3.11", "cpu": {"count": 2, "brand_raw": "x"}}
-    said = {"datetime": "2026-11-26T12:00:00+00:00", "share": 1, "rounds": 5, "load": 0.5, "packages": {"numpy": "2"}}
-    benchmarks = [{"name": "test_put", "extra_info": {"answers": ANSWERS}}]
-    path.write_text(json.dumps({**said, "machine_info": machine, "commit_info": {}, "benchmarks": benchmarks}))
-    return path
-
-
-def test_report_has_a_row_for_each_answer(tmp_path: Path) -> None:
-    text = write_report(_run(tmp_path / "run.json"), tmp_path).read_text()
-
-    assert "**1 of 2 goals met.**" in text
-    assert [line for line in text.splitlines() if line.startswith("| ")][1:] == [
-        "| put | queuelib | 2.5 x rate | 2.5 .. 2.5 | >= 2 | met | 5 k/s |",
-        "| put | redis |  |  | >= 1 |  | left out: no server |",
-        "| load |  | 3 ms | 3 .. 3 | <= 1 | not met |  |",
-    ]
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"benchmarks": []}', '{"benchmarks": [{"name": "x", "extra_info": {}}]}'])
-def test_other_file_is_refused_by_its_name(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "run.json").write_text(text)
-
-    with pytest.raises(SystemExit) as ended:
-        main([str(tmp_path / "run.json"), "--folder", str(tmp_path / "report")])
-
-    assert ended.value.code == 2
-    assert "run.json is not a run" in capsys.readouterr().err

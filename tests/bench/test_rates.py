@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench import rates
-from bench.rates import Arrivals, Case
+from bench.rates import Arrivals, produce
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_stall_counts_for_all_messages_due_meanwhile(clock: SimpleNamespace) -> 
         due_ns.append(_due_ns(body))
         clock.now_ns += 3_500_000 if len(due_ns) == 2 else 0
 
-    begin_ns, late_ms = Case(rate=1000).produce(put, 7)
+    begin_ns, late_ms = produce(put, 1000, 7)
 
     assert [(each - begin_ns) / 1e6 for each in due_ns] == [0, 1, 2, 3, 4, 5, 6]
     assert late_ms == [0, 0, 2.5, 1.5, 0.5, 0, 0]
