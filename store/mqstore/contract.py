@@ -254,10 +254,10 @@ class BrokerContract(Protocol):
     """Choice of queues for messages without a group. None: each queue in turn."""
     # Not methods: a call between costs as much as some of the work.
     pop_at_once: Callable[[str, str, int, int, bool], list[Delivery]]
-    """(group, topic, n, invisible_ms, order) -> messages that can be delivered without waiting for a lock or the disk.
-    [] does not mean that there are none."""
+    """(group, topic, n, invisible_ms, order) -> messages that can be delivered without waiting for the disk, and in
+    compiled code for a lock. [] does not mean that there are none."""
     ack_at_once: Callable[[str, str, Sequence[str]], int]
-    """(group, topic, receipts) -> number of receipts, from the front, that were settled without waiting. The others are
+    """(group, topic, receipts) -> number of receipts, from the front, that were settled in the same way. The others are
     for `ack`."""
     has_room: Callable[[int], bool]
     """(bytes) -> True if a put of a record of that size need not wait."""

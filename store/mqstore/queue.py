@@ -49,6 +49,7 @@ from mqstore.errors import (
     StoreClosedError,
 )
 from mqstore.log.commitlog import SendReceipt
+from mqstore.native import kernel
 from mqstore.options import Duration, check_kind, check_whole, milliseconds, seconds
 from mqstore.signalsafe import Condition, Gate
 
@@ -282,7 +283,7 @@ class Queue(QueueItems[T]):
         `shutdown`. Tasks of this queue that are `done` are acknowledged first, as by `Task.ack`: of a served store
         (`mqstore.connect`) both together are one call."""
         timeout_s = None if timeout is None else seconds(timeout, "timeout")
-        if not (done or self._shut or visibility is not None):  # inline `_get_at_once`: one call less
+        if not (done or self._shut or visibility is not None):
             task = _get_at_once(self._context, self._topic, self._visibility_ms, self._ordered)
             if task is not None:
                 self._last.taken = task._delivery.receipt
@@ -293,9 +294,12 @@ class Queue(QueueItems[T]):
         return task
 
     def _get_at_once(self, visibility: Duration | None = None) -> Task[T] | None:
-        """Get an item like `Task._get_at_once`, for callers such as an event loop. `task_done` does not count it."""
+        """Get an item that is prefetched, for an event loop: without waiting for a lock, so only by compiled code.
+        None does not mean that there is none. `task_done` does not count it."""
         visibility_ms = self._visibility_ms if visibility is None else _visibility_ms(visibility)
-        return None if self._shut else _get_at_once(self._context, self._topic, visibility_ms, self._ordered)
+        if self._shut or kernel is None:
+            return None
+        return _get_at_once(self._context, self._topic, visibility_ms, self._ordered)
 
     def get_nowait(self) -> Task[T]:
         """Get an item as `get` does, but raise QueueEmpty instead of waiting."""

@@ -637,7 +637,7 @@ static PyObject *route_of(const PopFields *self, PyObject *group, PyObject *topi
     return route && PyTuple_Check(route) && PyTuple_GET_SIZE(route) > AT_ONCE ? Py_NewRef(route) : NULL;
 }
 
-/* pop_at_once(group, topic, n, invisible_ms, order) -> deliveries: `PopService.pop_at_once`, without a call of Python for the
+/* pop_at_once(group, topic, n, invisible_ms, order) -> deliveries: `UnorderedQueues.pop_at_once`, without a call of Python for the
    ordinary case. */
 static PyObject *method_pop_at_once(PopFields *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -670,7 +670,7 @@ static int ack_all(PopFields *self, PyObject *group, PyObject *topic, PyObject *
     return done;
 }
 
-/* ack_at_once(group, topic, receipts) -> the number settled, like `PopService.ack_at_once`. */
+/* ack_at_once(group, topic, receipts) -> the number settled, like `UnorderedQueues.ack_at_once`. */
 static PyObject *method_ack_at_once(PopFields *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("ack_at_once", nargs, 3))
@@ -774,7 +774,7 @@ PyTypeObject LeaseFieldsType = {
 };
 
 static PyMethodDef pop_fields_methods[] = {
-    {"pop_at_once", (PyCFunction)(void (*)(void))method_pop_at_once, METH_FASTCALL, "Return deliveries: see pop/service.py."},
+    {"pop_at_once", (PyCFunction)(void (*)(void))method_pop_at_once, METH_FASTCALL, "Return deliveries: see pop/unordered.py."},
     {"ack_at_once", (PyCFunction)(void (*)(void))method_ack_at_once, METH_FASTCALL, "Return the number settled."},
     {"note_entry", (PyCFunction)(void (*)(void))method_note, METH_FASTCALL, "Append to the journal: see pop/tables.py."},
     {"deliver", (PyCFunction)(void (*)(void))method_deliver, METH_FASTCALL, "Return deliveries, or None: see pop/tables.py."},

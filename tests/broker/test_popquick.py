@@ -462,7 +462,6 @@ def test_offsets_noted_by_compiled_code_are_saved(tmp_path: Path) -> None:
             assert not bench.parts.offsets.dirty
 
 
-@compiled
 def test_a_pop_at_once_leaves_retry_topics_to_pop(tmp_path: Path) -> None:
     with PopBench(tmp_path, queues=1) as pops:
         pops.put("t", 8)
@@ -473,7 +472,6 @@ def test_a_pop_at_once_leaves_retry_topics_to_pop(tmp_path: Path) -> None:
         assert pops.service.pop_at_once("g", "t", 1, 60_000, False) == []
 
 
-@compiled
 @pytest.mark.parametrize("durability", ["append", "flush"])
 def test_only_stores_that_wait_for_no_disk_pop_at_once(tmp_path: Path, durability: Any) -> None:
     with mqstore.open(tmp_path, durability=durability) as store:

@@ -139,14 +139,12 @@ class Lease(LeaseFields):
 
         @classmethod
         def _get_at_once(cls, context: LeaseContext, topic: str, invisible_ms: int, order: bool) -> Self | None:
-            """Get a message that is prefetched, without waiting for a lock or the disk.
-            None does not mean that there is none: then call `pop`."""
+            """Get a message by `pop_at_once`. None does not mean that there is none: then call `pop`."""
             found = context.broker.pop_at_once(context.group, topic, 1, invisible_ms, order)
             return cls(context, found[0]) if found else None
 
-        def _ack_at_once(self) -> bool:
-            """Acknowledge if no lock and no disk has to be waited for. Return False if nothing was done.
-            The caller then calls `ack`."""
+        def _ack_here(self) -> bool:
+            """Acknowledge by `ack_at_once`. Return False if nothing was done: then call `ack` of the broker."""
             context, delivery = self._context, self._delivery
             if self._verb is not None:
                 return False
@@ -154,6 +152,12 @@ class Lease(LeaseFields):
                 return False
             self._note("ack", "ack")
             return True
+
+        def _ack_at_once(self) -> bool:
+            """Call `_ack_here` on an event loop, so without waiting for a lock: only compiled code can do that."""
+            return False
+    else:
+        _ack_here = LeaseFields._ack_at_once
 
     @property
     def expires_at(self) -> float:
@@ -188,7 +192,7 @@ class Lease(LeaseFields):
     def ack(self) -> None:
         """Acknowledge the message. Repeating it is harmless.
         Raises ReceiptExpiredError if the message has been delivered to others already."""
-        if not self._ack_at_once() and self._is_new("ack"):
+        if not self._ack_here() and self._is_new("ack"):
             context, delivery = self._context, self._delivery
             context.broker.ack(context.group, delivery.topic, [delivery.receipt])
             self._note("ack", "ack")

@@ -1,4 +1,4 @@
-"""Messages popped together, the times at which they become visible again (delivery#clock), and their receipts.
+"""Messages popped together, the times at which they become visible again (delivery#clock), their records and receipts.
 
     pop time       time of the pop, or of the last change of the receipt, which names it
     visible time   time at which the message is redelivered; the time between the two is the invisible time
@@ -23,6 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
+from struct import Struct
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mqstore.broker.names import BROKER_NAME
@@ -241,6 +242,30 @@ class Timeline(TimelineFields):
         del self._buckets[at_ms]
         self.entries -= len(there)
         return there
+
+
+ENTRY: Final = Struct("=qq")
+"""Size of the body and position in the pop log, before the body of an entry of the journal."""
+
+
+def pop_body(
+    head: str, offsets: Sequence[int], pop_time_ms: int, invisible_ms: int, cursor: int, more: str = ""
+) -> bytes:
+    """Return the body of the record of a batch: its ascending offsets, the cursor after it, and more members."""
+    start = offsets[0]
+    distances = ",".join([str(offset - start) for offset in offsets])
+    body = f'{head}"so":{start},"pt":{pop_time_ms},"it":{invisible_ms},"d":[{distances}],"nx":{cursor}{more}}}'
+    return body.encode()
+
+
+def settled_body(batch: int, offsets: Iterable[int], more: str = "") -> bytes:
+    """Return the body of the record that some offsets of one batch were acknowledged, revived or released."""
+    return f'{{"k":{batch},"o":[{",".join(map(str, offsets))}]{more}}}'.encode()
+
+
+def entry_bytes(size: int) -> int:
+    """Return the length of an entry with a body of this size."""
+    return ENTRY.size + (size + 7) // 8 * 8
 
 
 class Claim(NamedTuple):

@@ -26,7 +26,8 @@ from itertools import groupby, takewhile
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
-from mqstore.broker.pop.log import ACK, ACKED, ENTRY, LOCAL, POP, Record, entry_bytes
+from mqstore.broker.pop.batch import ENTRY, entry_bytes
+from mqstore.broker.pop.log import ACK, ACKED, LOCAL, POP, Record
 from mqstore.broker.pop.state import QueueState
 from mqstore.broker.service import Wake
 from mqstore.errors import FormatError, MQStoreError

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
-import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC
+from mqstore.broker.pop.batch import pop_body, settled_body
 from mqstore.broker.pop.orderinfo import ERROR_CHARS, OrderInfo
 from mqstore.errors import FormatError, MQStoreError
 from mqstore.files.jsonfile import load_json
@@ -66,8 +66,6 @@ LOCAL: Final = ',"l":1'
 """Text for `more`: the receiver is in this process and ends with it."""
 ACKED: Final = ',"cm":1'
 """Text for `more`: the first message is acknowledged already, and the batch only shows the cursor."""
-ENTRY: Final = struct.Struct("=qq")
-"""Size of the body and position in the pop log, before the body of an entry of the journal."""
 
 
 def order_members(record: OrderInfo) -> str:
@@ -83,29 +81,9 @@ def order_members(record: OrderInfo) -> str:
     return "," + _ENCODE({name: value for name, value in members.items() if value is not None})[1:-1]
 
 
-def pop_body(
-    head: str, offsets: Sequence[int], pop_time_ms: int, invisible_ms: int, cursor: int, more: str = ""
-) -> bytes:
-    """Return the body of a batch: its ascending offsets, the cursor after it, and further members (`more`)."""
-    start = offsets[0]
-    distances = ",".join([str(offset - start) for offset in offsets])
-    body = f'{head}"so":{start},"pt":{pop_time_ms},"it":{invisible_ms},"d":[{distances}],"nx":{cursor}{more}}}'
-    return body.encode()
-
-
-def settled_body(batch: int, offsets: Iterable[int], reason: str = "", holder: str = "") -> bytes:
-    """Return the body of `ACK`, `REVIVE` or `GIVE` for some offsets of one batch."""
-    return f'{{"k":{batch},"o":[{",".join(map(str, offsets))}]{_because(reason, holder)}}}'.encode()
-
-
 def _because(reason: str, holder: str) -> str:
     """Return the members that say why a delivery ended, and which client of a server had it."""
     return "".join(f',"{name}":{_ENCODE(text[:ERROR_CHARS])}' for name, text in (("e", reason), ("h", holder)) if text)
-
-
-def entry_bytes(size: int) -> int:
-    """Return the length of an entry with a body of this size."""
-    return ENTRY.size + (size + 7) // 8 * 8
 
 
 class PopLog:
@@ -130,7 +108,7 @@ class PopLog:
 
     def put_settled(self, kind: str, batch: int, offsets: Iterable[int], reason: str = "", holder: str = "") -> int:
         """Append `ACK`, `REVIVE` or `GIVE` for some offsets of one batch (`settled_body`)."""
-        return self._put[kind](settled_body(batch, offsets, reason, holder), "append")[1]
+        return self._put[kind](settled_body(batch, offsets, _because(reason, holder)), "append")[1]
 
     def put_change(
         self, batch: int, offset: int, times: tuple[int, int], failed: bool | None, error: str, holder: str

@@ -8,6 +8,8 @@ from mqstore.broker.filters.filter import Filter
 from mqstore.broker.reading import Start
 from mqstore.log.message import Message
 
+MIN_INVISIBLE_MS, MAX_INVISIBLE_MS = 100, 12 * 3_600_000
+
 
 class Delivery(NamedTuple):
     """A message, delivered to one receiver for a limited time."""

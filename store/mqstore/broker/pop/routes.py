@@ -32,9 +32,9 @@ class Route(NamedTuple):
     source: QueueState | list[Rank] | None
     """The only queue, or those of `ranks`, if `at_once` and no random choice is needed."""
     settled: list[QueueState] | None
-    """`queues`, if compiled code may settle in them."""
+    """`queues`, if `ack_at_once` may settle in them."""
     at_once: bool
-    """True if `pop_at_once` may use it: compiled code may pop, and no topic has redeliveries."""
+    """True if `pop_at_once` may use it: messages do not expire, and no topic has redeliveries."""
     topic: str
     queues: list[QueueState]
     retries: list[tuple[int, QueueState]]
@@ -86,10 +86,10 @@ class Routes:
             if (of := self._topics.get(name)) is not None
             for queue_id in range(max(1, of.read_queues))
         ]
-        quick = kernel is not None and not is_retry_topic(topic)
+        plain = not is_retry_topic(topic)
         has_choice = len(queues) > 1 or bool(retries)
-        pops = quick and expiry is None
-        at_once = pops and not retries and self._topics.entered(retry_topic(group)) is None
+        pops = kernel is not None and plain and expiry is None
+        at_once = plain and expiry is None and not retries and self._topics.entered(retry_topic(group)) is None
         ranks = None
         if found.by_priority:
             create = self._tables.store.queue_table.create  # in memory only
@@ -99,7 +99,7 @@ class Routes:
             )
             ranks = _by_priority([*new, *again]), _by_priority([*again, *new])
         source = None if not at_once else ranks[0] if ranks is not None else None if has_choice else queues[0]
-        route = Route(source, queues if quick else None, at_once, topic, queues, retries, has_choice, pops, ranks)
+        route = Route(source, queues if plain else None, at_once, topic, queues, retries, has_choice, pops, ranks)
         known.setdefault(group, {})[topic] = route
         return route
 

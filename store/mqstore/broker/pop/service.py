@@ -39,7 +39,7 @@ from mqstore.broker.pop.log import ACK, GIVE
 from mqstore.broker.pop.ordered import OrderedQueues
 from mqstore.broker.pop.orderinfo import ERROR_CHARS, check_order_info
 from mqstore.broker.pop.replay import Replay, count_begun
-from mqstore.broker.pop.request import Delivery, Pending, PopRequest
+from mqstore.broker.pop.request import MAX_INVISIBLE_MS, MIN_INVISIBLE_MS, Delivery, Pending, PopRequest
 from mqstore.broker.pop.routes import Routes
 from mqstore.broker.pop.state import MAX_BATCH, NEVER_MS, QueueState
 from mqstore.broker.pop.tables import DeadLetter, PopTables
@@ -53,7 +53,6 @@ from mqstore.errors import ConfigError, GroupNotFoundError, InvalidReceiptError,
 from mqstore.options import Durability, waits_for_disk
 from mqstore.threads import breathe
 
-_MIN_INVISIBLE_MS, _MAX_INVISIBLE_MS = 100, 12 * 3_600_000
 _RETRY_PERCENT = 20
 """Percentage of pops that look at the retry topic first."""
 _ATTEMPTS_MS = 1_000
@@ -93,7 +92,8 @@ class PopService(BackgroundService):
         self.orders = self.tables.orders
         self.orders.load(file.load() or {})
         as_loaded = self.tables.order_version
-        self._unordered = UnorderedQueues(self.tables)
+        self._unordered = UnorderedQueues(self.tables, rng)
+        self.pop_at_once, self.ack_at_once = self._unordered.pop_at_once, self._unordered.ack_at_once
         self._ordered = OrderedQueues(self.tables)
         Replay(self.tables).run(release=parts.config.requeue_on_open)
         self._keeper = PopKeeper(self.tables, wake, file, as_loaded)
@@ -115,9 +115,9 @@ class PopService(BackgroundService):
         n, invisible_ms, attempt_id = request.n, request.invisible_ms, request.attempt_id
         if type(n) is not int or not 1 <= n <= MAX_BATCH:
             raise ConfigError(f"n must be 1..{MAX_BATCH}, got {n!r}; pop several times for more messages")
-        if not _MIN_INVISIBLE_MS <= invisible_ms <= _MAX_INVISIBLE_MS:
+        if not MIN_INVISIBLE_MS <= invisible_ms <= MAX_INVISIBLE_MS:
             raise ConfigError(
-                f"invisible time must be {_MIN_INVISIBLE_MS}..{_MAX_INVISIBLE_MS} ms, got {invisible_ms} ms"
+                f"invisible time must be {MIN_INVISIBLE_MS}..{MAX_INVISIBLE_MS} ms, got {invisible_ms} ms"
             )
         if attempt_id is not None and type(attempt_id) is not str:
             raise ConfigError(f"attempt_id must be a str, got {attempt_id!r:.80}")
@@ -134,23 +134,6 @@ class PopService(BackgroundService):
         elif waits:
             self.flush()
         return found
-
-    def pop_at_once(self, group: str, topic: str, n: int, invisible_ms: int, order: bool) -> list[Delivery]:
-        """Deliver prefetched messages to a receiver in this process, without waiting for a lock or the disk.
-        [] does not mean that the queues are empty or the arguments valid: then call `pop`. It is always [] for a group
-        with retry topics, because only `pop` chooses between topics, and for a store that waits for the disk by
-        default."""
-        route = self.tables.route(group, topic)
-        if route is None or not route.at_once or not _MIN_INVISIBLE_MS <= invisible_ms <= _MAX_INVISIBLE_MS:
-            return []
-        if route.ranks is not None and not order:
-            state = next((rank.state for rank in route.ranks[0] if rank.is_ready), route.queues[0])
-        else:
-            state = route.queues[int(self._rng() * 100) % len(route.queues) if route.has_choice else 0]
-        found = self.tables.deliver(state, n, invisible_ms, topic, True, order)
-        if found and not order and self._waiters.parked and state.ahead:
-            self._waiters.wake_one(group, topic, -1)
-        return found or []
 
     def _look(self, request: PopRequest) -> list[Delivery]:
         """Pop the messages that the queues of the request have now.
@@ -275,12 +258,6 @@ class PopService(BackgroundService):
         if late:
             raise expired(late)
 
-    def ack_at_once(self, group: str, topic: str, receipts: Sequence[str]) -> int:
-        """Acknowledge without waiting for a lock or the disk.
-        Returns the number of settled receipts, from the front. The others are for `ack`."""
-        route = self.tables.route(group, topic)
-        return self.tables.settle(route.settled, receipts) if route is not None and route.settled else 0
-
     def release(
         self,
         group: str,
@@ -355,7 +332,7 @@ class PopService(BackgroundService):
                     reason = f"attempt {attempt} of {config.max_attempts} failed" + f": {error}" * bool(error)
                     queues.dead_letter(state, claim, reason)
                     return None
-                delay_ms = min(config.delay_ms(attempt), _MAX_INVISIBLE_MS) if delay_ms is None else delay_ms
+                delay_ms = min(config.delay_ms(attempt), MAX_INVISIBLE_MS) if delay_ms is None else delay_ms
                 changed = queues.change(state, claim, delay_ms, failed=True, error=error)
                 if claim.fifo:
                     self._ordered.note_failed(state, claim, attempt, error)
@@ -554,5 +531,5 @@ class PopService(BackgroundService):
 
 
 def _check_delay(delay_ms: int) -> None:
-    if not 0 <= delay_ms <= _MAX_INVISIBLE_MS:
-        raise ConfigError(f"delay must be 0..{_MAX_INVISIBLE_MS} ms, got {delay_ms} ms")
+    if not 0 <= delay_ms <= MAX_INVISIBLE_MS:
+        raise ConfigError(f"delay must be 0..{MAX_INVISIBLE_MS} ms, got {delay_ms} ms")

@@ -17,9 +17,9 @@ from mqstore.broker.context import Parts
 from mqstore.broker.delay.route import number
 from mqstore.broker.filters.filter import Filter
 from mqstore.broker.names import DEAD_LETTER, EXPIRES_MS, QueueKey
-from mqstore.broker.pop.batch import Batch
+from mqstore.broker.pop.batch import ENTRY, Batch, entry_bytes, pop_body, settled_body
 from mqstore.broker.pop.journal import ENTRY_ROOM, PopJournal
-from mqstore.broker.pop.log import ACK, ENTRY, LOCAL, POP, PopLog, entry_bytes, pop_body, settled_body
+from mqstore.broker.pop.log import ACK, LOCAL, POP, PopLog
 from mqstore.broker.pop.orderinfo import OrderInfo, OrderInfoTable, record_of
 from mqstore.broker.pop.request import Delivery
 from mqstore.broker.pop.state import Counts, QueueState, Standing
@@ -116,7 +116,7 @@ class PopTables(PopFields):
     routes: dict[str, dict[str, Route]]
     """Known routes, by group and topic."""
     slow: Callable[[str, str, int, int, bool], list[Delivery]]
-    """`PopService.pop_at_once`, with waiting receivers or a choice between queues."""
+    """`UnorderedQueues.pop_at_once`, with waiting receivers or a choice between queues."""
 
     if TYPE_CHECKING:
 
@@ -127,10 +127,10 @@ class PopTables(PopFields):
             Returns None, with nothing changed, for any other case of `pop` of `UnorderedQueues` or `OrderedQueues`."""
 
         def pop_at_once(self, group: str, topic: str, n: int, invisible_ms: int, order: bool) -> list[Delivery]:
-            """Pop like `PopService.pop_at_once`."""
+            """Pop like `UnorderedQueues.pop_at_once`."""
 
         def ack_at_once(self, group: str, topic: str, receipts: Sequence[str]) -> int:
-            """Acknowledge like `PopService.ack_at_once`."""
+            """Acknowledge like `UnorderedQueues.ack_at_once`."""
 
         def settle(self, states: list[QueueState], receipts: Sequence[str]) -> int:
             """Acknowledge deliveries from queues of `states`, a list by queue id. Takes the states' locks.

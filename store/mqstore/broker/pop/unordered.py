@@ -14,19 +14,21 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+import random
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import groupby
 from operator import attrgetter, itemgetter
 
 from mqstore.broker.filters.filter import Filter
 from mqstore.broker.names import QueueKey, pop_retry_topic
-from mqstore.broker.pop.batch import Batch, Claim, expired, pop_time, receipt_head
+from mqstore.broker.pop.batch import Batch, Claim, claim_of, expired, pop_time, receipt_head
 from mqstore.broker.pop.log import ACK, GIVE, REOPENED, REVIVE
-from mqstore.broker.pop.request import Delivery, PopRequest
+from mqstore.broker.pop.request import MAX_INVISIBLE_MS, MIN_INVISIBLE_MS, Delivery, PopRequest
 from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.redelivery.attempt_journal import PROCESS_ENDED
-from mqstore.errors import InvalidMessageError
+from mqstore.errors import InvalidMessageError, InvalidReceiptError
 from mqstore.layout.properties import DELAY, FIRST_POP_TIME, NAME_END, PAIR_END, TIMER_DELIVER_MS, encode_properties
 from mqstore.log.message import Message, stored_bytes
 from mqstore.log.writing.outgoing import Copy
@@ -49,9 +51,56 @@ _new = tuple.__new__
 class UnorderedQueues:
     """Operations on one queue of a standard group, all under the state's lock."""
 
-    def __init__(self, tables: PopTables) -> None:
+    def __init__(self, tables: PopTables, rng: Callable[[], float] = random.random) -> None:
         self._tables = tables
         self._log = tables.log
+        self._rng = rng
+
+    def pop_at_once(self, group: str, topic: str, n: int, invisible_ms: int, order: bool) -> list[Delivery]:
+        """Deliver prefetched messages to a receiver in this process, without waiting for the disk, or for a lock in
+        compiled code. [] does not mean that the queues are empty or the arguments valid: then call `PopService.pop`. It
+        is always [] for a group with retry topics, because only that chooses between topics, and for a store that waits
+        for the disk by default."""
+        tables = self._tables
+        route = tables.route(group, topic)
+        if route is None or not route.at_once or not MIN_INVISIBLE_MS <= invisible_ms <= MAX_INVISIBLE_MS:
+            return []
+        if route.ranks is not None and not order:
+            state = next((rank.state for rank in route.ranks[0] if rank.is_ready), route.queues[0])
+        else:
+            state = route.queues[int(self._rng() * 100) % len(route.queues) if route.has_choice else 0]
+        found: list[Delivery] = []
+        if kernel is not None:
+            found = tables.deliver(state, n, invisible_ms, topic, True, order) or found
+        elif not order and tables.journal_end:
+            with state.lock:
+                if 1 <= n <= len(state.ahead) - state.ahead_at and state.fifo is None and not state.released:
+                    self.pop(state, PopRequest(group, topic, n=n, invisible_ms=invisible_ms), 0, found)
+        if found and not order and tables.waiters.parked and state.ahead:
+            tables.waiters.wake_one(group, topic, -1)
+        return found
+
+    def ack_at_once(self, group: str, topic: str, receipts: Sequence[str]) -> int:
+        """Acknowledge under the same conditions. Return the number of settled receipts, from the front. The others are
+        for `PopService.ack`."""
+        tables = self._tables
+        route = tables.route(group, topic)
+        if route is None or not route.settled:
+            return 0
+        if kernel is not None:
+            return tables.settle(route.settled, receipts)
+        done = 0
+        with suppress(InvalidReceiptError):
+            for claim in map(claim_of, receipts):
+                if claim.mark or claim.fifo or claim.queue_id >= len(route.queues) or not tables.journal_end:
+                    break
+                state = route.queues[claim.queue_id]
+                with state.lock:
+                    if self._batch(state, claim) is None:
+                        break
+                    self.settle(state, [claim])
+                done += 1
+        return done
 
     def pop(self, state: QueueState, request: PopRequest, mark: int, out: list[Delivery]) -> bool:
         """Deliver messages until `out` has as many as requested. Return True if there seem to be more."""
