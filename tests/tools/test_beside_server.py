@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from mqstore_tools.main import cli
 from tests.children import fork
 from tests.serve.support import Client
 from tests.tools.brokers import filled
-from tests.tools.support import mqstore, process
+from tests.tools.support import forked, mqstore
 from tests.waiting import until
 
 ROWS = b'{"body": "a", "message_group": "g", "tag": "t", "key": "k9"}\n{"body": "b", "delay": 3600}\n'
@@ -138,14 +139,26 @@ def state(path: Path) -> list[Any]:
     return [*tables, messages, printed(path, "dlq list", "")]
 
 
+@pytest.fixture(scope="module")
+def alone(original: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Any]]:
+    """`alone(name)`: what a command prints with and without --dry-run, and the state after it. "": of no command."""
+
+    @cache
+    def run(name: str) -> tuple[Any, Any]:
+        path = shutil.copytree(original[0], tmp_path_factory.mktemp("alone") / "s")
+        words = CHANGES.get(name, "").replace("HANDLE", original[1])
+        return [printed(path, name, words, *more) for more in (["--dry-run"], []) if name], state(path)
+
+    return run
+
+
 @pytest.mark.parametrize("way", ["directory", "address"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_server_does_what_the_command_does_alone(
-    original: tuple[Path, str], store: Path, tmp_path: Path, name: str, way: str
+    original: tuple[Path, str], alone: Callable[[str], tuple[Any, Any]], store: Path, name: str, way: str
 ) -> None:
     words = CHANGES[name].replace("HANDLE", original[1])
-    alone = Path(shutil.copytree(store, tmp_path / "alone"))
-    expected = [printed(alone, name, words, "--dry-run"), printed(alone, name, words)]
+    expected, after = alone(name)
 
     with served(store) as (_, address):
         target = store if way == "directory" else address
@@ -155,8 +168,8 @@ def test_server_does_what_the_command_does_alone(
 
     assert done == expected
     assert expected[0][0] == expected[1][0] == 0
-    assert between == state(original[0])
-    assert state(store) == state(alone)
+    assert between == alone("")[1]
+    assert state(store) == after
 
 
 def test_server_refuses_what_the_command_refuses_alone(original: tuple[Path, str], store: Path) -> None:
@@ -197,10 +210,10 @@ def test_produce_and_consume_run_at_once(tmp_path: Path) -> None:
     path = tmp_path / "s"
     count = 3000
     with served(path) as (_, address):
-        consumer = process(
+        consumer = forked(
             "consume", address, "numbers", "--group", "billing", "--max-messages", count, "--format=jsonl"
         )
-        producer = process("produce", path, "numbers", "--rate", 3000, stdin=-1)
+        producer = forked("produce", path, "numbers", "--rate", 3000, stdin=-1)
         producer.communicate(b"".join(b"%d\n" % i for i in range(count)), 60)
         out, err = consumer.communicate(timeout=60)
 
@@ -216,7 +229,7 @@ def test_produce_says_what_a_killed_server_has_stored(tmp_path: Path, way: str) 
     lines.write_bytes(b"".join(b"%d\n" % i for i in range(1_000_000)))
     with served(path) as (pid, address):
         target = path if way == "directory" else address
-        producer = process("produce", target, "numbers", lines, "--json", "--rate", 50_000)
+        producer = forked("produce", target, "numbers", lines, "--json", "--rate", 50_000)
         with library.open(path, "r") as reader:
             until(lambda: "numbers" in reader.topics() and sum(1 for _ in reader.iter("numbers")) > 5000)
         os.kill(pid, signal.SIGKILL)

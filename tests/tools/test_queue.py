@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import mqstore as library
-from tests.tools.support import mqstore, mqstore_json, process
+from tests.tools.support import forked, mqstore, mqstore_json
 from tests.waiting import until
 
 NAME = "mail to.do"
@@ -44,7 +44,7 @@ def path(tmp_path: Path) -> Path:
 @contextmanager
 def served(path: Path) -> Iterator[str]:
     """Serve a new store by a process, and fill it by a client. Yield its address."""
-    server, file = process("serve", path, "--listen", "127.0.0.1:0"), path / "serve.json"
+    server, file = forked("serve", path, "--listen", "127.0.0.1:0"), path / "serve.json"
     try:
         until(lambda: file.exists() and json.loads(file.read_text())["pid"] == server.pid, pause_s=0.01)
         address = json.loads(file.read_text())["endpoints"][0]

@@ -14,7 +14,7 @@ import mqstore as library
 from mqstore import StoreConfig
 from tests.log.support import flip
 from tests.tools.brokers import clock_now
-from tests.tools.support import mqstore, mqstore_json, process, seen_on_a_terminal, snapshot
+from tests.tools.support import forked, mqstore, mqstore_json, seen_on_a_terminal, snapshot
 
 CONFIG = StoreConfig(segment_bytes=1 << 14)
 
@@ -128,7 +128,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     with library.open(tmp_path / "mq") as opened:
         for _ in range(30):
             opened.put_many("orders", [bytes(1 << 20)] * 4)
-    running = process("snapshot", tmp_path / "mq", tmp_path / "copy")
+    running = forked("snapshot", tmp_path / "mq", tmp_path / "copy")
     while not (tmp_path / "copy.partial" / "store" / "commitlog").exists() and running.poll() is None:
         time.sleep(0.001)
     running.send_signal(signal.SIGINT)

@@ -25,7 +25,7 @@ import mqstore as library
 from mqstore_tools.main import cli
 from tests.children import fork
 from tests.tools.brokers import broker, clock_now
-from tests.tools.support import mqstore, mqstore_json, process
+from tests.tools.support import forked, mqstore, mqstore_json
 from tests.waiting import until
 
 ONCE = ("--once", "--interval", "0.1")
@@ -163,7 +163,7 @@ def test_rows_are_sorted_and_chosen(path: Path, options: tuple[str, ...], topics
 
 @pytest.mark.parametrize("words", ["top STORE --interval 0.1", "lag STORE --watch --interval 0.1"])
 def test_json_is_an_object_a_line_until_it_is_interrupted(store: Path, words: str) -> None:
-    child = process(*(store if word == "STORE" else word for word in words.split()), "--json")
+    child = forked(*(store if word == "STORE" else word for word in words.split()), "--json")
     assert child.stdout is not None
     rows = [json.loads(child.stdout.readline()) for _ in range(3)]
     child.send_signal(signal.SIGINT)
@@ -177,7 +177,7 @@ def test_json_is_an_object_a_line_until_it_is_interrupted(store: Path, words: st
 def test_error_ends_the_command_without_a_terminal(path: Path) -> None:
     with broker(path):
         pass
-    child = process("top", path, "--interval", "0.1")
+    child = forked("top", path, "--interval", "0.1")
     assert child.stdout is not None
     child.stdout.readline()
     path.rename(path.with_name("gone"))
