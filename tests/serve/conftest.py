@@ -17,6 +17,12 @@ def store(mq_store: Store) -> Store:
     return mq_store
 
 
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pull that finds nothing and may not wait is answered a second later. Here after 10 ms."""
+    monkeypatch.setattr("mqstore.serve.pull._NO_WAIT_MS", 10)
+
+
 @pytest.fixture
 def address(store: Store) -> Iterator[tuple[str, int]]:
     with serving(store) as address:
