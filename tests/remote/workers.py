@@ -13,7 +13,7 @@ def take_all(path: Path, done: Path) -> None:
         jobs, results = store.queue("jobs", codec=mqstore.TEXT), store.queue("results", codec=mqstore.TEXT)
         try:
             while True:
-                with jobs.get(timeout=2) as task:
+                with jobs.get(timeout=0.3) as task:
                     results.put(task.value)
         except mqstore.QueueEmpty:
             done.touch()
