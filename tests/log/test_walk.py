@@ -47,15 +47,16 @@ def walked(path: Path, *bounds: int | None) -> tuple[list[int], list[Finding]]:
     return offsets, findings
 
 
-def test_a_whole_queue_comes_whole_and_in_order(store: Made) -> None:
-    assert walked(store[0]) == (list(range(1500)), [])
-
-
 @pytest.mark.parametrize(
     ("bounds", "expected"),
-    [((1490, None), range(1490, 1500)), ((None, 3), range(3)), ((5, 5), []), ((2000, None), []), ((10, 9), [])],
+    [
+        *[((), range(1500)), ((1490, None), range(1490, 1500)), ((None, 3), range(3))],
+        *[((5, 5), []), ((2000, None), []), ((10, 9), [])],
+    ],
 )
-def test_bounds_are_kept(store: Made, bounds: tuple[int | None, int | None], expected: range) -> None:
+def test_queue_comes_in_order_within_bounds(
+    store: Made, bounds: tuple[int | None, int | None], expected: range
+) -> None:
     assert walked(store[0], *bounds) == (list(expected), [])
 
 
@@ -108,39 +109,36 @@ def test_missing_segment_is_reported_once(store: Made, caplog: pytest.LogCapture
     assert caplog.text == ""
 
 
-def test_missing_units_are_reported_by_file(store: Made) -> None:
-    path, _ = store
-    write_units(path, 60, bytes(4 * 20))
-    write_units(path, 64, bytes(2 * 20))
+@pytest.mark.parametrize(
+    ("units", "missing", "findings"),
+    [
+        (
+            {60: bytes(4 * 20), 64: bytes(2 * 20)},
+            range(60, 66),
+            [
+                ("missing_units", f"consumequeue/orders/0/{0:020d}", 1200, 80),
+                ("missing_units", f"consumequeue/orders/0/{1280:020d}", 0, 40),
+            ],
+        ),
+        ({10: bytes(8) + (0x7FFF_FFFF).to_bytes(4, "big") + bytes(8)}, [10], []),
+        (
+            {10: (1 << 60).to_bytes(8, "big") + (100).to_bytes(4, "big")},
+            [10],
+            [("bad_record", f"commitlog/{1 << 60:020d}", 0, 100)],
+        ),
+    ],
+    ids=["zeros", "void", "dangling"],
+)
+def test_wrong_units_are_reported_by_file(
+    store: Made, units: dict[int, bytes], missing: range | list[int], findings: list[tuple[Any, ...]]
+) -> None:
+    for offset, data in units.items():
+        write_units(store[0], offset, data)
 
-    offsets, findings = walked(path)
+    offsets, found = walked(store[0])
 
-    assert offsets == [i for i in range(1500) if not 60 <= i < 66]
-    assert [(f.kind, f.file, f.position, f.length) for f in findings] == [
-        ("missing_units", f"consumequeue/orders/0/{0:020d}", 1200, 80),
-        ("missing_units", f"consumequeue/orders/0/{1280:020d}", 0, 40),
-    ]
-
-
-def test_void_units_are_passed_over_in_silence(store: Made) -> None:
-    path, _ = store
-    write_units(path, 10, bytes(8) + (0x7FFF_FFFF).to_bytes(4, "big") + bytes(8))
-
-    offsets, findings = walked(path)
-
-    assert offsets == [i for i in range(1500) if i != 10]
-    assert findings == []
-
-
-def test_dangling_unit_is_reported(store: Made) -> None:
-    path, _ = store
-    write_units(path, 10, (1 << 60).to_bytes(8, "big") + (100).to_bytes(4, "big"))
-
-    offsets, findings = walked(path)
-
-    assert 10 not in offsets
-    assert len(offsets) == 1499
-    assert [f.kind for f in findings] == ["bad_record"]
+    assert offsets == [i for i in range(1500) if i not in missing]
+    assert [(f.kind, f.file, f.position, f.length) for f in found] == findings
 
 
 def test_expired_records_are_not_findings(store: Made) -> None:
