@@ -101,16 +101,35 @@ def test_undurable_or_undispatched_segments_stay(tmp_path: Path) -> None:
         assert len(store.drop_before(1 << 62)) == 9
 
 
-@pytest.mark.parametrize(("age", "kept"), [(0, 1), (2 * 86_400, 2), (4.5 * 86_400, 5), (100 * 86_400, 10)])
-def test_age_counts_from_the_last_message_of_a_segment(tmp_path: Path, age: float, kept: int) -> None:
-    """Segment n was written n days after the first, and it is the ninth day; what the files' mtime says is nothing."""
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        *(({"age": age}, kept) for age, kept in ((0, 1), (2 * 86_400, 2), (4.5 * 86_400, 5), (100 * 86_400, 10))),
+        *(
+            ({"max_bytes": size}, kept)
+            for size, kept in ((0, 1), (3 * SEGMENT, 3), (3 * SEGMENT + 1, 3), (1 << 40, 10))
+        ),
+        *(({"disk_ratio": ratio}, kept) for ratio, kept in ((0.5, 10), (0.46, 6), (0.1, 1))),
+        ({"age": 8 * 86_400, "max_bytes": 5 * SEGMENT}, 5),
+        ({"age": 3 * 86_400, "max_bytes": 9 * SEGMENT}, 3),
+    ],
+    ids=str,
+)
+def test_each_limit_of_a_policy_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: dict[str, Any], kept: int
+) -> None:
+    """Segment n was written n days after the first, it is the ninth day, and 50 segments of a disk of 100 are in use.
+    The files' mtime says nothing."""
+    usage = SimpleNamespace(f_blocks=100, f_bfree=50, f_bavail=50, f_frsize=SEGMENT)
+    monkeypatch.setattr(os, "statvfs", lambda path: usage)
     clock = SimulatedClock()
     with open_store(tmp_path / "s", clock=clock) as store:
         fill(store, clock)
         for path in (store.path / "commitlog").iterdir():
             os.utime(path, (1, 1))
-        store.clean(Retention(age=age, max_bytes=None))
+        store.clean(Retention(**{"age": None, "max_bytes": None, "disk_ratio": None, **policy}))
         check_front(store, kept)
+        assert store.clean() == []  # without a policy of its own a store drops nothing
 
 
 @pytest.mark.parametrize(
@@ -159,37 +178,6 @@ def test_messages_a_moment_ahead_count_as_they_are(tmp_path: Path) -> None:
             os.utime(path, (1, 1))
         store.clean(Retention(age=60, max_bytes=None))
         assert len(segments(store)) == 2
-
-
-@pytest.mark.parametrize(("max_bytes", "kept"), [(0, 1), (3 * SEGMENT, 3), (3 * SEGMENT + 1, 3), (1 << 40, 10)])
-def test_size_keeps_no_more_than_asked(store: Any, max_bytes: int, kept: int) -> None:
-    fill(store)
-    store.clean(Retention(age=None, max_bytes=max_bytes))
-    check_front(store, kept)
-
-
-@pytest.mark.parametrize(("ratio", "kept"), [(0.5, 10), (0.46, 6), (0.1, 1)])
-def test_a_disk_fuller_than_asked_gives_back_what_is_too_much(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratio: float, kept: int
-) -> None:
-    """Of a disk of 100 segments 50 are in use."""
-    usage = SimpleNamespace(f_blocks=100, f_bfree=50, f_bavail=50, f_frsize=SEGMENT)
-    monkeypatch.setattr(os, "statvfs", lambda path: usage)
-    with open_store(tmp_path / "s") as store:
-        fill(store)
-        store.clean(Retention(age=None, max_bytes=None, disk_ratio=ratio))
-        check_front(store, kept)
-
-
-def test_either_limit_is_enough(tmp_path: Path) -> None:
-    clock = SimulatedClock()
-    with open_store(tmp_path / "s", clock=clock) as store:
-        fill(store, clock)
-        store.clean(Retention(age=8 * 86_400, max_bytes=5 * SEGMENT))
-        check_front(store, 5)
-        store.clean(Retention(age=3 * 86_400, max_bytes=9 * SEGMENT))
-        check_front(store, 3)
-        assert store.clean() == []  # without a policy of its own a store drops nothing
 
 
 def test_the_store_cleans_by_itself_where_a_policy_was_given(tmp_path: Path) -> None:
