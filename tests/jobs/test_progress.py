@@ -131,6 +131,13 @@ def world(tmp_path: Path) -> Iterator[World]:
     world.close()
 
 
+@pytest.fixture
+def path(world: World) -> Path:
+    """A store of `world`, which has ten messages in queue 0 of `t`."""
+    world.append(0, "t", 0, 10)
+    return world.folder / "s0"
+
+
 def in_order(rows: list[Row]) -> bool:
     """Whether each queue's rows come in order, none twice. Rows of one batch come in any order of queues."""
     seen: dict[tuple[str, str, int], int] = {}
@@ -288,38 +295,38 @@ def test_missing_start_fails_by_default(world: World) -> None:
         ({"startingOffsets": '{"t":{"0":5}}'}, False),
     ],
 )
-def test_a_start_that_depends_on_the_moment_is_pinned_by_an_empty_batch(world: World, given: Any, pins: bool) -> None:
-    world.append(0, "t", 0, 10)
-    progress = StreamProgress(options(world.folder / "s0", **given))
+def test_a_start_that_depends_on_the_moment_is_pinned_by_an_empty_batch(
+    world: World, path: Path, given: Any, pins: bool
+) -> None:
+    progress = StreamProgress(options(path, **given))
     start = progress.initial()
     world.append(0, "t", 0, 5)
     assert progress.initial() == start
     assert (progress.latest(start) == start) is pins
     end = progress.latest(start)
-    assert end["s"][str(world.folder / "s0")]["t"]["0"] == 15
+    assert end["s"][str(path)]["t"]["0"] == 15
 
 
 @pytest.mark.parametrize("stop", ["logged", "read"])
-def test_a_first_batch_that_fails_loses_nothing_though_latest_moves_on(world: World, stop: str) -> None:
-    world.append(0, "t", 0, 10)
-    engine = Engine(path=str(world.folder / "s0"))
+def test_a_first_batch_that_fails_loses_nothing_though_latest_moves_on(world: World, path: Path, stop: str) -> None:
+    engine = Engine(path=str(path))
     engine.run(stop=stop)
     world.append(0, "t", 0, 5)
     engine.run()
     assert [row[3] for row in engine.rows] == [*range(10, 15)]
 
 
-def test_repeated_first_batch_continues_the_run(world: World) -> None:
-    world.append(0, "t", 0, 10)
-    engine = Engine(path=str(world.folder / "s0"), startingTimestamp="0")
+def test_repeated_first_batch_continues_the_run(path: Path) -> None:
+    engine = Engine(path=str(path), startingTimestamp="0")
     engine.run(stop="logged")
     engine.run(target=True)
     assert [row[3] for row in engine.rows] == [*range(10)]
 
 
-def test_a_subscribed_topic_that_no_store_has_fails_the_stream(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_subscribed_topic_that_no_store_has_fails_the_stream(
+    world: World, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A misspelt name was no row for ever, with a warning that nobody reads. Kafka's source fails."""
-    world.append(0, "t", 0, 10)
     world.append(1, "u", 0, 10)
     given = {"path": f"{world.folder}/*", "startingOffsets": "earliest"}
 
@@ -378,8 +385,7 @@ def test_a_checkpoint_of_something_else_is_refused(store: Path, value: Any, by_l
 # -- from offset to offset ---------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_ends_reads_what_was_there_when_it_began(world: World) -> None:
-    world.append(0, "t", 0, 10)
+def test_a_run_that_ends_reads_what_was_there_when_it_began(world: World, path: Path) -> None:
     progress = StreamProgress(options(f"{world.folder}/*", startingOffsets="earliest"))
     progress.fix_target()
     world.append(0, "t", 0, 10)
@@ -388,17 +394,16 @@ def test_a_run_that_ends_reads_what_was_there_when_it_began(world: World) -> Non
     start = progress.initial()
     end = progress.latest(start, Limit(6, "messages"))
     end = progress.latest(end, Limit(6, "messages"))
-    assert end == {"v": 1, "s": {str(world.folder / "s0"): {"t": {"0": 10}}}}
+    assert end == {"v": 1, "s": {str(path): {"t": {"0": 10}}}}
     assert progress.latest(end) == end
 
 
-def test_a_run_that_ends_begins_no_later_than_it_ends(world: World) -> None:
-    world.append(0, "t", 0, 10)
-    progress = StreamProgress(options(world.folder / "s0"))
+def test_a_run_that_ends_begins_no_later_than_it_ends(world: World, path: Path) -> None:
+    progress = StreamProgress(options(path))
     progress.fix_target()
     world.append(0, "t", 0, 10)
     start = progress.initial()
-    assert start["s"][str(world.folder / "s0")]["t"]["0"] == 10
+    assert start["s"][str(path)]["t"]["0"] == 10
     assert progress.latest(start) == start == progress.latest(start)
 
 
@@ -413,10 +418,9 @@ def test_checkpoint_rules_a_restart(world: World) -> None:
     assert [row[3] for row in engine.rows] == [*range(45)]
 
 
-def test_stream_without_start_gets_everything(world: World) -> None:
+def test_stream_without_start_gets_everything(world: World, path: Path) -> None:
     """pyspark 4.1 calls `latestOffset` without arguments, after a restart before anything else."""
-    world.append(0, "t", 0, 10)
-    first = StreamProgress(options(world.folder / "s0"))
+    first = StreamProgress(options(path))
     start = first.initial()
     assert first.latest(None) == start
     world.append(0, "t", 0, 3)
@@ -424,7 +428,7 @@ def test_stream_without_start_gets_everything(world: World) -> None:
     [[piece]] = first.partitions(start, end)
     assert (piece.start, piece.stop) == (10, 13)
     world.append(0, "t", 0, 3)
-    again = StreamProgress(options(world.folder / "s0"))
+    again = StreamProgress(options(path))
     [[piece]] = again.partitions(end, again.latest(None))
     assert (piece.start, piece.stop) == (13, 16)
 
@@ -473,13 +477,12 @@ def test_batch_waits_for_messages_or_for_the_longest_delay(world: World) -> None
     assert progress.latest(at)["s"][str(world.folder / "s0")]["t"]["0"] == 25
 
 
-def test_new_messages_are_reported(world: World) -> None:
-    world.append(0, "t", 0, 10)
-    progress = StreamProgress(options(world.folder / "s0", startingOffsets="earliest"))
+def test_new_messages_are_reported(path: Path) -> None:
+    progress = StreamProgress(options(path, startingOffsets="earliest"))
     assert progress.reported() is None
     end = progress.latest(progress.initial(), Limit(3, "messages"))
-    assert end["s"][str(world.folder / "s0")]["t"]["0"] == 3
-    assert progress.reported() == {"v": 1, "s": {str(world.folder / "s0"): {"t": {"0": 10}}}}
+    assert end["s"][str(path)]["t"]["0"] == 3
+    assert progress.reported() == {"v": 1, "s": {str(path): {"t": {"0": 10}}}}
 
 
 # -- loss --------------------------------------------------------------------------------------------------------------
@@ -565,9 +568,7 @@ def test_allowed_losses_are_reported_once(world: World, caplog: pytest.LogCaptur
     assert told.endswith(f"{low - 2} messages are lost; skipped because of failOnDataLoss=false")
 
 
-def test_a_queue_that_went_back_fails_the_stream_or_is_read_from_its_end(world: World) -> None:
-    world.append(0, "t", 0, 10)
-    path = world.folder / "s0"
+def test_a_queue_that_went_back_fails_the_stream_or_is_read_from_its_end(path: Path) -> None:
     ahead = at(path, "t", 0, 15)
     with pytest.raises(OffsetOutOfRangeError, match=r"offset 15 is not in 0..10: 5 messages.*isolation"):
         StreamProgress(options(path)).latest(ahead)
@@ -581,9 +582,8 @@ def test_a_queue_that_went_back_fails_the_stream_or_is_read_from_its_end(world: 
     assert (piece.start, piece.stop) == (8, 10)
 
 
-def test_missing_queue_or_store_fails_or_waits(world: World) -> None:
-    world.append(0, "t", 0, 10)
-    s0, gone = str(world.folder / "s0"), str(world.folder / "gone")
+def test_missing_queue_or_store_fails_or_waits(world: World, path: Path) -> None:
+    s0, gone = str(path), str(world.folder / "gone")
     for start, error, says in (
         (
             at(s0, "no", 3, 7),
@@ -611,17 +611,15 @@ def test_missing_queue_or_store_fails_or_waits(world: World) -> None:
     assert lenient.partitions(start, more) == []
 
 
-def test_store_outside_a_batch_is_not_opened(world: World) -> None:
+def test_store_outside_a_batch_is_not_opened(world: World, path: Path) -> None:
     """A fleet has many; and one that is away does no harm to a batch that was logged without it."""
-    world.append(0, "t", 0, 10)
-    s0, gone = str(world.folder / "s0"), str(world.folder / "gone")
+    s0, gone = str(path), str(world.folder / "gone")
     start, end = ({"v": 1, "s": {gone: {"t": {"0": 7}}, s0: {"t": {"0": n}}}} for n in (5, 9))
     [[piece]] = StreamProgress(options(s0)).partitions(start, end)
     assert (piece.store.path, piece.start, piece.stop) == (s0, 5, 9)
 
 
-def test_a_store_that_went_away_goes_on_where_it_was_when_it_is_back(world: World) -> None:
-    world.append(0, "t", 0, 10)
+def test_a_store_that_went_away_goes_on_where_it_was_when_it_is_back(world: World, path: Path) -> None:
     world.append(1, "t", 0, 10)
     world.close()
     strict = {"path": f"{world.folder}/*", "startingOffsets": "earliest"}
@@ -641,10 +639,8 @@ def test_a_store_that_went_away_goes_on_where_it_was_when_it_is_back(world: Worl
     assert in_order(lenient.rows)
 
 
-def test_a_topic_that_is_no_longer_wanted_is_no_loss_and_keeps_its_place(world: World) -> None:
-    world.append(0, "t", 0, 10)
+def test_a_topic_that_is_no_longer_wanted_is_no_loss_and_keeps_its_place(world: World, path: Path) -> None:
     world.append(0, "u", 0, 10)
-    path = world.folder / "s0"
     start = {"v": 1, "s": {str(path): {"t": {"0": 4}, "u": {"0": 5}}}}
     progress = StreamProgress(options(path, subscribe="t"))
     end = {"v": 1, "s": {str(path): {"t": {"0": 10}, "u": {"0": 5}}}}
@@ -675,22 +671,19 @@ def published(path: Path) -> dict[str, dict[str, int]]:
     return json.loads((path / "config/spark/groups/sp.json").read_text())["offsets"]  # type: ignore[no-any-return]
 
 
-def test_processed_offsets_show_as_a_group(world: World) -> None:
-    world.append(0, "t", 0, 10)
+def test_processed_offsets_show_as_a_group(world: World, path: Path) -> None:
     world.append(1, "t", 0, 4)
     engine = Engine(path=f"{world.folder}/*", startingOffsets="earliest", commitGroup="sp")
     engine.run(stop="logged")
     assert [published(world.folder / name) for name in ("s0", "s1")] == [{"t": {"0": 0}}] * 2  # not processed yet
     engine.run()
     assert [published(world.folder / name) for name in ("s0", "s1")] == [{"t": {"0": 10}}, {"t": {"0": 4}}]
-    with ReadOnlyMessageStore(world.folder / "s0") as opened:
+    with ReadOnlyMessageStore(path) as opened:
         assert open_tables(opened).offsets.of_group("sp") == {("t", 0): 10}
 
 
-def test_progress_without_start_is_that_of_commits(world: World) -> None:
+def test_progress_without_start_is_that_of_commits(path: Path) -> None:
     """Spark 4.1 does not say where the last batch ended."""
-    world.append(0, "t", 0, 10)
-    path = world.folder / "s0"
     progress = StreamProgress(options(path, startingOffsets="earliest", commitGroup="sp"))
     progress.initial()
     end = progress.latest(None)
@@ -699,10 +692,8 @@ def test_progress_without_start_is_that_of_commits(world: World) -> None:
     assert published(path) == {"t": {"0": 10}}
 
 
-def test_topics_that_are_not_read_any_more_are_left_out(world: World) -> None:
+def test_topics_that_are_not_read_any_more_are_left_out(path: Path) -> None:
     """They would lag for good, and retention would wait for them."""
-    world.append(0, "t", 0, 10)
-    path = world.folder / "s0"
     end = {"v": 1, "s": {str(path): {"t": {"0": 4, "1": 5}, "u": {"0": 6}, "%RETRY%g": {"0": 7}}}}
     for chosen, expected in (
         ({"subscribe": "t"}, {"t": {"0": 4, "1": 5}}),
@@ -714,17 +705,13 @@ def test_topics_that_are_not_read_any_more_are_left_out(world: World) -> None:
         assert published(path) == expected
 
 
-def test_new_stream_may_start_at_a_group(world: World) -> None:
+def test_new_stream_may_start_at_a_group(path: Path) -> None:
     """Though its owner has not taken it over."""
-    world.append(0, "t", 0, 10)
-    path = world.folder / "s0"
     StreamProgress(options(path, commitGroup="sp")).commit(at(path, "t", 0, 6))
     assert StreamProgress(options(path, startingGroup="sp")).initial() == at(path, "t", 0, 6)
 
 
-def test_progress_is_written_when_it_moves(world: World) -> None:
-    world.append(0, "t", 0, 10)
-    path = world.folder / "s0"
+def test_progress_is_written_when_it_moves(world: World, path: Path) -> None:
     progress = StreamProgress(options(path, commitGroup="sp"))
     file = path / "config/spark/groups/sp.json"
     for offset, written in ((5, True), (5, False), (6, True), (4, True)):
@@ -741,9 +728,7 @@ def test_progress_of_a_store_that_is_gone_makes_none(tmp_path: Path) -> None:
     assert not (tmp_path / "gone").exists()
 
 
-def test_progress_that_cannot_be_written_says_so(world: World) -> None:
-    world.append(0, "t", 0, 10)
-    path = world.folder / "s0"
+def test_progress_that_cannot_be_written_says_so(path: Path) -> None:
     (path / "config").mkdir(exist_ok=True)
     (path / "config" / "spark").write_text("in the way")
     progress = StreamProgress(options(path, commitGroup="sp"))
