@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,25 +27,35 @@ def store(tmp_path: Path) -> Path:
     return path
 
 
-RETRIES: list[tuple[str, RetryPolicy, str]] = [
-    ("standard", RetryPolicy(), "standard"),
-    ("10s 1m 10m", RetryPolicy(delays=[10, 60, 600]), "10s 1m 10m"),
-    ("0s", RetryPolicy(delays=[0]), "0s"),
-    ("90s", RetryPolicy(delays=[90]), "90s"),
-    ("5s x2 2h", exponential(5, 2, 7200), "5s x2 2h"),
-]
+STANDARD, ORDERED = RetryPolicy(), exponential(1, 2, 60)
 
 
-@pytest.mark.parametrize(("typed", "policy", "shown"), RETRIES, ids=[each[0] for each in RETRIES])
-def test_a_retry_policy_is_shown_as_typed(path: Path, typed: str, policy: RetryPolicy, shown: str) -> None:
+@pytest.mark.parametrize(
+    ("typed", "policy", "shown", "attempts"),
+    [
+        ("--retry standard --max-attempts 5", STANDARD, "standard", 5),
+        ("--retry '10s 1m 10m' --max-attempts 5", RetryPolicy(delays=[10, 60, 600]), "10s 1m 10m", 5),
+        ("--retry 0s --max-attempts 5", RetryPolicy(delays=[0]), "0s", 5),
+        ("--retry 90s --max-attempts 5", RetryPolicy(delays=[90]), "90s", 5),
+        ("--retry '5s x2 2h' --max-attempts 5", exponential(5, 2, 7200), "5s x2 2h", 5),
+        ("", STANDARD, "standard", 17),
+        ("--no-fifo --retry 3s", RetryPolicy(delays=[3]), "3s", 17),
+        ("--fifo", ORDERED, "1s x2 1m", None),  # an ordered group has no limit by default
+        ("--fifo --max-attempts 5", ORDERED, "1s x2 1m", 5),
+        ("--fifo --retry 3s", RetryPolicy(delays=[3]), "3s", None),
+        ("--fifo --retry standard --max-attempts 17", STANDARD, "standard", 17),
+    ],
+)
+def test_a_retry_policy_is_shown_as_typed(
+    path: Path, typed: str, policy: RetryPolicy, shown: str, attempts: int | None
+) -> None:
     library.open(path).close()
 
-    row = mqstore_json("groups", "create", path, "billing", "--retry", typed, "--max-attempts", 5)
+    row = mqstore_json("groups", "create", path, "billing", *shlex.split(typed))
 
-    assert (row["retry"], row["max_attempts"]) == (shown, 5)
+    assert (row["retry"], row["max_attempts"]) == (shown, attempts)
     with tables(path) as parts:
-        stored = parts.groups.require("billing").retry_policy
-    assert stored == policy.with_attempts(5)
+        assert parts.groups.require("billing").retry_policy == policy.with_attempts(attempts)
 
 
 def test_one_group_is_shown_as_in_the_list(store: Path) -> None:
@@ -66,25 +76,6 @@ def test_omitted_settings_stay(path: Path) -> None:
 
     assert (first["retry"], first["max_attempts"], first["start"], first["fifo"]) == ("1s 2s", None, "latest", True)
     assert (second["retry"], second["max_attempts"], second["consume"]) == ("3s", None, False)
-
-
-@pytest.mark.parametrize(
-    ("typed", "retry", "max_attempts"),
-    [
-        (["--fifo"], "1s x2 1m", None),
-        (["--fifo", "--max-attempts", 5], "1s x2 1m", 5),
-        (["--fifo", "--retry", "3s"], "3s", None),
-        (["--fifo", "--retry", "standard", "--max-attempts", 17], "standard", 17),
-        ([], "standard", 17),
-        (["--no-fifo", "--retry", "3s"], "3s", 17),
-    ],
-)
-def test_fifo_group_has_no_limit_by_default(path: Path, typed: list[Any], retry: str, max_attempts: int | None) -> None:
-    library.open(path).close()
-
-    row = mqstore_json("groups", "create", path, "ledger", *typed)
-
-    assert (row["retry"], row["max_attempts"]) == (retry, max_attempts)
 
 
 def test_a_start_may_be_a_time(path: Path) -> None:
@@ -121,8 +112,7 @@ def test_a_group_that_has_only_progress_is_shown_and_can_be_deleted(path: Path) 
 def test_deleting_forgets_settings_progress_and_deliveries(store: Path) -> None:
     deleted = mqstore_json("groups", "delete", store, "billing", "--yes")
 
-    assert deleted == {"name": "billing", "topics": ["orders"]}
-    assert mqstore_json("groups", store)["groups"] == []
+    assert (deleted, mqstore_json("groups", store)["groups"]) == ({"name": "billing", "topics": ["orders"]}, [])
     assert mqstore_json("inspect", store)["broker"]["in_flight"] == []
     # The pop log still names what the old group held: nobody who opens the store later can see that there were two.
     assert mqstore("groups", "create", store, "billing").exit_code == 0
