@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from _typeshed import ReadableBuffer
 
-__all__ = ["Event", "RecordingFileSystem", "build_image"]
+__all__ = ["Event", "RecordingFileSystem", "build_image", "crash_point"]
 
 PAGE = 4096
 ROOT = 0
@@ -97,6 +97,14 @@ class RecordingFileSystem(FileSystem):
                     if found[at : at + PAGE] != known[at : at + PAGE]:
                         self._add("write", node, at // PAGE, found[at : at + PAGE])
                 self._content[node] = bytearray(found)
+
+    def shorten(self, path: Path, length: int) -> None:
+        """Cut a file, as only other programs do. Durable on return."""
+        os.truncate(path, length)
+        node = self._by_path[os.fspath(path)]
+        del self._content[node][length:]
+        self._add("size", node, length)
+        self._add("sync", node)
 
     # -- bookkeeping ------------------------------------------------------------------------------------------------
 
@@ -293,6 +301,13 @@ def _torn(old: bytes, new: bytes, rng: random.Random) -> bytes:
         return new
     cut = rng.randrange(changed[0], changed[-1] + 1)
     return new[:cut] + old[cut : len(new)]
+
+
+def crash_point(events: Sequence[Event], rng: random.Random, first: int = 1) -> int:
+    """How many events come before a crash, `first` or more. Half of the crashes follow a change of names or lengths:
+    they are few among thousands of pages, and decide which files there are."""
+    rare = [n + 1 for n in range(first, len(events)) if events[n].kind in ("names", "size", "sync_folder")]
+    return rng.choice(rare) if rare and rng.random() < 0.5 else rng.randrange(first, len(events) + 1)
 
 
 def build_image(

@@ -13,7 +13,7 @@ from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.delay.timercheck import TimerCheck
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.log.store import MessageStore
-from tests.crash.recording import RecordingFileSystem, build_image
+from tests.crash.recording import RecordingFileSystem, build_image, crash_point
 from tests.log.support import kill, open_in
 
 QUEUES = [("orders", 0), ("orders", 1), ("clicks", 0)]
@@ -56,6 +56,6 @@ def cut_short(image: Path, rng: random.Random, profile: Profile, *, in_order: bo
         kill(store)
         fs.dispose()
         source = image.with_name(f"{image.name}-torn-{attempt}")
-        build_image(fs.events[: rng.randrange(baseline, len(fs.events) + 1)], rng, source, in_order=in_order)
+        build_image(fs.events[: crash_point(fs.events, rng, baseline)], rng, source, in_order=in_order)
         shutil.rmtree(copy)
     return source

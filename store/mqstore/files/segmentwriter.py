@@ -438,9 +438,8 @@ class SegmentWriter(SegmentRun):
 
     def drop_from(self, offset: int) -> list[str]:
         """Remove all segments that start at or after `offset`, and return their names. Durable on return.
-        The last one is removed first, so that a crash in between leaves no gap."""
-        doomed = [segment for segment in self.segments() if segment.start >= offset]
-        return self._drop(doomed[::-1])
+        Call it while a store is opened. After a crash in between, the next opening ends the log at `offset`, too."""
+        return self._drop([segment for segment in self.segments() if segment.start >= offset])
 
     def drop_before(self, offset: int) -> list[str]:
         """Remove all segments that end at or before `offset`, but never the last, and return their names.
