@@ -191,15 +191,18 @@ def sizes_found(root: Path, profile: Profile, config: StoreConfig | None = None,
     return _manifest(profile, sizes, config, store_id="", created_ms=0, group_hash="jump", exists=True, has_file=False)
 
 
-def stored(root: Path, config: StoreConfig, fs: FileSystem = REAL) -> Manifest:
+def stored(
+    root: Path, config: StoreConfig, fs: FileSystem = REAL, segments: Mapping[str, int] | None = None
+) -> Manifest:
     """Return the manifest in the file. A Java broker's store has no file, so it is derived from the other files.
+    `segments` has the lengths of the files in `commitlog`, if they are known.
     Raises CorruptStoreError if the file is damaged or lost, UnsupportedStoreError if a newer program wrote it."""
     path = root / MANIFEST
     repair = f"mqstore recover {root} --rebuild config"
     if path.exists() or path.with_name(f"{MANIFEST}.bak").exists():
         value, problems = load_json(path, writer=False, fs=fs, root=root)
         found = decode(value, path, problems)
-        if contradiction := contradiction_of(found, root, fs):
+        if contradiction := contradiction_of(found, root, fs, segments):
             raise CorruptStoreError(f"{path}: {contradiction}", str(path), repair=repair)
         return found
     if (root / GUARD).exists() or checksum_found(root, fs) == "crc32c-record":
@@ -329,10 +332,10 @@ def kept_of(value: Any) -> dict[str, Any]:
     return kept
 
 
-def contradiction_of(manifest: Manifest, root: Path, fs: FileSystem) -> str:
+def contradiction_of(manifest: Manifest, root: Path, fs: FileSystem, segments: Mapping[str, int] | None = None) -> str:
     """Return how the sizes in a manifest contradict the files, or "" if they may be right.
     With wrong sizes, a sound store would look truncated, and opening would cut it."""
-    segments = _lengths_of(root / "commitlog", fs)
+    segments = _lengths_of(root / "commitlog", fs) if segments is None else segments
     lengths = list(segments.values())
     distances = {behind - start for start, behind in itertools.pairwise(sorted(map(int, segments)))}
     # If the names confirm the size, all files may have lost or gained bytes.
@@ -362,11 +365,11 @@ def _differ(lengths: list[int], wanted: int) -> bool:
     return max(some) > wanted + _SURPLUS_MAX or (len(some) > 1 and len(set(some)) == 1)
 
 
-def mixed_sizes(root: Path, size: int, checksum: Checksum, fs: FileSystem) -> str:
+def mixed_sizes(root: Path, segments: Mapping[str, int], size: int, checksum: Checksum, fs: FileSystem) -> str:
     """Return which files have which size, if some segments have another size than `size`, else "".
     Copying two stores into one causes this. A file has another size if it has valid records and begins between two
     segments, or if a record crosses the segment's end."""
-    found = [each for each in _lengths_of(root / "commitlog", fs).items() if int(each[0]) < 1 << 62]
+    found = [each for each in segments.items() if int(each[0]) < 1 << 62]
     doubtful = [name for name, length in found if length and (int(name) % size or length > size)]
     if not any(_is_of_other_size(root / "commitlog" / name, size, checksum, fs) for name in doubtful):
         return ""
@@ -414,10 +417,11 @@ def resolve(
         raise NotAStoreError(f"{root} is a file; a store is a directory")
     names = set(_listed(fs.scandir, root))
     if names & {MANIFEST, f"{MANIFEST}.bak", "commitlog"}:
+        segments = _lengths_of(root / "commitlog", fs)
         try:
-            found = stored(root, config, fs)
+            found = stored(root, config, fs, segments)
         except CorruptStoreError as error:
-            if not derive or not segment_names(root / "commitlog", fs):
+            if not derive or not segments:
                 raise
             found, sentence = derived(root, fs)
             found = found._replace(derived=f"{error}. Reading uses the values that its files show: {sentence}")
@@ -442,7 +446,7 @@ def resolve(
             has_file=True,
             unknown={"created_by": f"mqstore {VERSION}"},
         )
-    if mixed := mixed_sizes(root, found.commitlog_segment_bytes, found.checksum, fs):
+    if mixed := mixed_sizes(root, segments, found.commitlog_segment_bytes, found.checksum, fs):
         raise CorruptStoreError(
             f"{root} has files of several stores, whose segments differ in size: {mixed}. Move the files of each store "
             "to a separate directory",

@@ -207,9 +207,8 @@ def read_range(
 
 def _take_queue(result: RangeResult, listed: Listed) -> _QueuePart:
     """Add the records of a queue in a batch to the queue's part of the range, and return the part."""
-    topic, queue_id, _, offsets, units, follow = listed
-    low, high = int(offsets[0]), int(offsets[-1])
-    straight = follow or bool((np.diff(offsets) == 1).all())
+    topic, queue_id, _, offsets, units, straight = listed
+    low, high = offsets.item(0), offsets.item(-1)
     ref = QueueRef(topic, queue_id)
     part = result.queues.get(ref)
     if part is None:

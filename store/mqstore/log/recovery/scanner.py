@@ -34,7 +34,7 @@ T = TypeVar("T")
 NEVER_TORN = 1 << 62
 """Watermark for the case that all bad bytes are damage."""
 _BATCH = 8192
-_BATCH_MAX = 1 << 18
+_BATCH_MAX = 1 << 19
 _MOST_MET = 16 << 20
 _CLOSE_BYTES = 4096
 
