@@ -308,10 +308,10 @@ def test_drop_before_removes_whole_segments(folder: Path) -> None:
     assert names(folder) == [segment_name(3 * SIZE)]
 
 
-def test_drop_from_removes_whole_segments(folder: Path) -> None:
+def test_drop_from_removes_whole_segments_the_last_first(folder: Path) -> None:
     run = filled(folder, 4)
 
-    assert run.drop_from(SIZE + 1) == [segment_name(2 * SIZE), segment_name(3 * SIZE)]
+    assert run.drop_from(SIZE + 1) == [segment_name(3 * SIZE), segment_name(2 * SIZE)]
 
     assert names(folder) == [segment_name(0), segment_name(SIZE)]
     assert run.end == 2 * SIZE

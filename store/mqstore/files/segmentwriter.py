@@ -439,7 +439,8 @@ class SegmentWriter(SegmentRun):
     def drop_from(self, offset: int) -> list[str]:
         """Remove all segments that start at or after `offset`, and return their names. Durable on return.
         Call it while a store is opened. After a crash in between, the next opening ends the log at `offset`, too."""
-        return self._drop([segment for segment in self.segments() if segment.start >= offset])
+        # The last first: a Java broker that opens the store after such a crash finds no gap.
+        return self._drop([segment for segment in self.segments() if segment.start >= offset][::-1])
 
     def drop_before(self, offset: int) -> list[str]:
         """Remove all segments that end at or before `offset`, but never the last, and return their names.
