@@ -260,7 +260,7 @@ class Message(Located):
     @property
     def prepared_transaction_offset(self) -> int:
         """Physical offset of the half message, in a half message and in the records that end it. Otherwise 0."""
-        return int(_I8(self._buffer, self._body_start() - BODY_AT_V4 + PREPARED_OFFSET_AT_V4)[0])
+        return int(_I8(self._batch.buffer, self._body_start() - BODY_AT_V4 + PREPARED_OFFSET_AT_V4)[0])
 
     def _host(self, *, store: bool) -> bytes:
         flags = self.sys_flag
