@@ -9,11 +9,11 @@ from typing import Any
 from mqstore import StoreConfig
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import Check
-from mqstore.layout.checkpoint import Checkpoint, decode, encode
+from mqstore.layout.checkpoint import Checkpoint, encode
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import rebuild_config, recover_store
 from mqstore.log.recovery.report import RecoveryReport
-from tests.log.support import Unsynced, open_store
+from tests.log.support import Unsynced, checkpoint_of, open_store
 
 __all__ = ["checkpoint_of", "plan_of_opening", "rebuild_config", "recover", "write_checkpoint"]
 
@@ -43,10 +43,6 @@ def plan_of_opening(path: Path) -> RecoveryReport:
     with open_store(path, "r") as store:
         plan: RecoveryReport = store.plan_recovery(RecoverOptions(dry_run=True))
     return plan
-
-
-def checkpoint_of(root: Path) -> Checkpoint:
-    return decode((root / "checkpoint").read_bytes())
 
 
 def write_checkpoint(root: Path, checkpoint: Checkpoint) -> None:
