@@ -247,7 +247,7 @@ def _notify(server: Server, call: Call) -> None:
     if not server.may_park(call.connection):
         answer(False, full=True)
         return
-    left_ms = _deadline_ms(server, call) - server.now_ms()
+    left_ms = max(0, _deadline_ms(server, call) - server.now_ms())
     _wait(server, call, _filter(server, call), left_ms, answer, partial(answer, False))
 
 
