@@ -65,7 +65,7 @@ class ConsumeQueue(QueueTail):
         self.topic_bytes = topic.encode("utf-8", "surrogateescape")
         """Topic as encoded in records."""
         self.queue_id = queue_id
-        self.directory = os.path.join(table.root, topic, str(queue_id))
+        self.directory = f"{table.root}/{topic}/{queue_id}"
         self.min_offset = 0
         self.max_offset = 0
         self.next_offset = 0
@@ -96,7 +96,7 @@ class ConsumeQueue(QueueTail):
     def _path(self, segment: int) -> str:
         last = self._last_path  # one pair, replaced as a whole: readers and the dispatcher use it concurrently
         if segment != last[0]:
-            path = os.path.join(self.directory, f"{segment * self._table.segment_bytes:020d}")
+            path = f"{self.directory}/{segment * self._table.segment_bytes:020d}"
             self._last_path = last = (segment, path)
         return last[1]
 

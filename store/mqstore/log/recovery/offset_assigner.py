@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from mqstore import arrays as np
 from mqstore.files.segment import place_in_file
-from mqstore.layout.consumequeue import is_void
+from mqstore.layout.consumequeue import VOID, is_void
 from mqstore.layout.dispatch import Rows
 from mqstore.layout.record import MIN_RECORD_BYTES
 from mqstore.log.consumequeue import ConsumeQueue
@@ -121,7 +121,7 @@ class OffsetAssigner:
             expected, seen = self._last.get(queue) or self._first_slot(
                 queue, said.item(0) if follow else least_plausible(said, units["physical_offset"])
             )
-            if follow and said[0] == expected and self._checksum == "crc32c-record":
+            if follow and said.item(0) == expected and self._checksum == "crc32c-record":
                 slots, runs = said, [(0, len(said))]
             else:
                 physical, sizes = units["physical_offset"].astype(np.int64), units["size"].astype(np.int32)
@@ -134,12 +134,11 @@ class OffsetAssigner:
                 for i in np.flatnonzero(slots != said).tolist():
                     yield Misnumbered(queue, int(physical[i]), int(sizes[i]), int(said[i]), int(slots[i]))
             for low, high in runs:
-                first = int(slots[low])
+                first = slots.item(low)
                 yield Placed(queue, first, first if expected is None else expected, units[low:high], is_first, seen)
                 is_first = False
                 expected = first + high - low
-                last = units[high - 1]
-                seen = int(last["physical_offset"]) + int(last["size"])
+                seen = sum(units.item(high - 1)[:2])
                 # Records without a slot do not count. Their offset is lost, so the next record's offset jumps by one.
                 self._last[queue] = expected, seen
 
@@ -407,7 +406,7 @@ class TopicGenerations:
     ) -> np.NDArray[np.bool_] | None:
         """Return a mask of a queue's records of the current generation, or None if all are.
         `offsets` are their queue offsets, `physical` their physical offsets, ascending."""
-        slot, place = self.begin(queue, int(offsets[0]), int(physical[0]))
+        slot, place = self.begin(queue, offsets.item(0), physical.item(0))
         if place < 0:
             return None
         kept: np.NDArray[np.bool_] = (physical >= place) | (offsets < slot)
@@ -438,8 +437,8 @@ class TopicGenerations:
             return _NONE
         begin = self._begins.get(queue)
         if begin is None and queue.max_offset:
-            unit = queue.units(max(0, min(offset, queue.max_offset - 1)), 1)
-            if unit["size"][0] > 0 and unit["physical_offset"][0] <= physical and not is_void(unit)[0]:
+            unit = queue.unit(max(0, min(offset, queue.max_offset - 1)))
+            if unit[1] > 0 and unit[0] <= physical and unit != VOID:
                 self._listed[queue] = physical  # the record is listed, or follows a listed one
                 return _NONE
         if begin is None:
