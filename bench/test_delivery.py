@@ -175,6 +175,7 @@ DELAYING = side("mqstore Queue, while as many are delayed", queue_get, delayed="
 ASYNCIO = Side("mqstore.aio Queue", asyncio_get)
 RECEIVE_1, RECEIVE_32 = (side("mqstore simple consumer", receive, batch=batch) for batch in (1, 32))
 PUSH, PUSH_1 = Side("mqstore push consumer", push), side("mqstore push consumer, one worker", push, queues=1, workers=1)
+PUSH_100, PUSH_10K = (side(f"mqstore push consumer, {n:,} queues", push, queues=n) for n in (100, 10_000))
 PUSH_TAGGED = side("everything, of tagged messages", push, tag="paid")
 QUEUES = {peers.SQLITE_ACK_QUEUE: 150, peers.LITEQUEUE: 10, peers.DISKCACHE_DEQUE: 20, peers.SQLITE_GET: None}
 ITEMS = Load(128, 20_000)
@@ -202,6 +203,7 @@ test_delivery = asked(
         "simple_consumer[32]": (RECEIVE_32, Load(128, 50_000), {QUEUE_GET: None}, {"limit": (150, "k/s")}),
         # A push consumer with a handler that does nothing.
         **of_both("push", PUSH_1, (100_000, 100_000), {READ: None}, limit=(200, "k/s")),
+        "push_queues": (PUSH_10K, Load(128, 300_000), {PUSH_100: 0.9}),  # most of the queues are empty
         # Its time in mode "pop", in order, or subscribed to a tag that all messages have.
         "push_options[pop]": push_options(1.5, mode="pop"),
         "push_options[ordered]": push_options(2, ordered=True),
