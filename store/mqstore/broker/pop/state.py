@@ -351,6 +351,7 @@ class QueueState(QueueFields):
         over = [
             batch
             for batch in dict.fromkeys(self.in_flight.values())
+            if batch.moved or batch.pop_time_ms > now_ms  # else its time counts; there may be a million of these
             for offsets in [batch.open_offsets() if batch.moved else (batch.start,)]
             if any(batch.visible_at(offset) > now_ms and batch.is_visible(offset, now_ms) for offset in offsets)
         ]
