@@ -472,6 +472,19 @@ def test_a_pop_at_once_leaves_retry_topics_to_pop(tmp_path: Path) -> None:
         assert pops.service.pop_at_once("g", "t", 1, 60_000, False) == []
 
 
+def test_an_ack_of_a_retry_leaves_the_first_delivery_of_its_offset(tmp_path: Path) -> None:
+    with PopBench(tmp_path, queues=1) as pops:
+        pops.put("t", 2)
+        for _ in range(2):  # copies 0 and 1 in the retry topic, then 2 and 3
+            assert len(pops.pop(n=2)) == 2
+            pops.advance(60_000)
+        pops.put("t", 2, first=2)
+        found = pops.pop(n=4)
+        assert [delivery.message.offset for delivery in found] == [2, 3, 2, 3]
+        pops.ack(*[delivery for delivery in found if delivery.message.topic != "t"])
+        assert [(each.topic, each.offset) for each in pops.service.pending("g")] == [("t", 2), ("t", 3)]
+
+
 @pytest.mark.parametrize("durability", ["append", "flush"])
 def test_only_stores_that_wait_for_no_disk_pop_at_once(tmp_path: Path, durability: Any) -> None:
     with mqstore.open(tmp_path, durability=durability) as store:

@@ -74,7 +74,7 @@ class UnorderedQueues:
             found = tables.deliver(state, n, invisible_ms, topic, True, order) or found
         elif not order and tables.journal_end:
             with state.lock:
-                if 1 <= n <= len(state.ahead) - state.ahead_at and state.fifo is None and not state.released:
+                if 1 <= n <= len(state.ahead) - state.ahead_at:
                     self.pop(state, PopRequest(group, topic, n=n, invisible_ms=invisible_ms), 0, found)
         if found and not order and tables.waiters.parked and state.ahead:
             tables.waiters.wake_one(group, topic, -1)
