@@ -35,10 +35,8 @@ PyObject *native_lengths(PyObject *module, PyObject *const *args, Py_ssize_t nar
         if (!PyBytes_CheckExact(body))
             Py_RETURN_NONE;
         Py_ssize_t size = PyBytes_GET_SIZE(body);
-        if (__builtin_add_overflow(sum, size, &sum)) { /* possible: often all items are one object */
-            PyErr_SetString(PyExc_OverflowError, "lengths: the sum is beyond 64 bits");
-            return NULL;
-        }
+        if (__builtin_add_overflow(sum, size, &sum)) /* possible: often all items are one object */
+            return PyErr_Format(PyExc_OverflowError, "lengths: the sum is beyond 64 bits");
         greatest = size > greatest ? size : greatest;
     }
     return Py_BuildValue("nn", greatest, sum);
@@ -83,12 +81,12 @@ PyObject *native_encode(PyObject *module, PyObject *const *args, Py_ssize_t narg
         }
     }
     at[count] = physical_offset + total;
-    records = PyByteArray_FromStringAndSize(NULL, total);
-    if (!records)
+    if (!(records = PyByteArray_FromStringAndSize(NULL, total)))
         goto failed;
     /* From here on only the conversion of a flag, which is an int, calls Python: the lists do not change. */
     const char *header = PyBytes_AS_STRING(args[0]);
     uint8_t *to = (uint8_t *)PyByteArray_AS_STRING(records), *ended[SIDE_BY_SIDE];
+    size_t sizes_of[SIDE_BY_SIDE];
     int together = 0;
     for (Py_ssize_t i = 0; i < count; i++, header += shared ? 0 : width) {
         PyObject *body = PyList_GET_ITEM(args[2], i), *tail = each ? PyList_GET_ITEM(args[3], i) : args[3];
@@ -107,12 +105,10 @@ PyObject *native_encode(PyObject *module, PyObject *const *args, Py_ssize_t narg
                 goto failed;
             put32(to + FLAG_AT, (uint32_t)flag);
         }
+        sizes_of[together] = (size_t)(at[i + 1] - at[i]);
         ended[together++] = to;
         if (checksums && (together == SIDE_BY_SIDE || i == count - 1)) {
-            size_t sizes_of[SIDE_BY_SIDE];
             uint32_t sums[SIDE_BY_SIDE];
-            for (int k = 0; k < together; k++)
-                sizes_of[k] = (size_t)(at[i - together + 2 + k] - at[i - together + 1 + k]);
             crc32c_records((const uint8_t *const *)ended, sizes_of, together, sums);
             for (int k = 0; k < together; k++)
                 put32(ended[k] + CHECKSUM_AT, sums[k]);
@@ -151,14 +147,12 @@ PyObject *native_renumber(PyObject *module, PyObject *const *args, Py_ssize_t na
         size_t sizes[SIDE_BY_SIDE];
         int together = 0;
         for (; i < count && together < SIDE_BY_SIDE; i++) {
-            whole = at[i] >= 0 && at[i] <= data->len - MIN_RECORD_BYTES;
-            if (!whole)
+            if (!(whole = at[i] >= 0 && at[i] <= data->len - MIN_RECORD_BYTES))
                 break;
             uint8_t *record = (uint8_t *)data->buf + at[i];
             int64_t size = (int32_t)get32(record);
             int64_t moved = get32(record + SYS_FLAG_AT) & BORN_HOST_V6 ? IPV6_EXTRA : 0;
-            whole = size >= MIN_RECORD_BYTES + moved && size <= data->len - at[i];
-            if (!whole)
+            if (!(whole = size >= MIN_RECORD_BYTES + moved && size <= data->len - at[i]))
                 break;
             put64(record + QUEUE_OFFSET_AT, ((const uint64_t *)offsets->buf)[i]);
             put64(record + PHYSICAL_OFFSET_AT, ((const uint64_t *)places->buf)[i]);

@@ -35,12 +35,13 @@ PyTypeObject QueueTailType = {
 
 /* Largest record that is written by a call, and largest body whose checksum is computed here: zlib's is faster for longer ones. */
 enum { MOST_CALLED = 16384, MOST_SUMMED = 16384 };
-/* Size from which records are written by a call, and the room that `LogWriter.check_room` wants after them. */
-enum { MOST_TOGETHER = 131072, ROOM = 65536, ROOM_OF_EACH = 64 };
+/* Size of a batch from which it is written by a call, since new pages cost more by faults, and from which Python does it, which lets
+   other threads run. Then the room that `LogWriter.check_room` wants after it. */
+enum { LEAST_CALLED = 16384, MOST_TOGETHER = 131072, ROOM = 65536, ROOM_OF_EACH = 64 };
 
 typedef struct {
     PyObject_HEAD
-    long long end, alarm, base, limit;
+    long long end, alarm, base, limit, called_end;
     bool plain;           /* the checksum covers the whole record, otherwise the body */
     bool appending;       /* Python appends, in any thread, under its lock: then Python must do every put */
     int fd;               /* of the segment of `mapping`; -1: write only to the mapping */
@@ -65,10 +66,8 @@ static long long now_of(LogTail *self)
         return now.tv_sec * 1000000000LL + now.tv_nsec;
     }
     PyObject *found = PyObject_CallNoArgs(self->time_ns);
-    if (!found)
-        return -1;
-    long long now = PyLong_AsLongLong(found);
-    Py_DECREF(found);
+    long long now = found ? PyLong_AsLongLong(found) : -1;
+    Py_XDECREF(found);
     return now;
 }
 
@@ -190,15 +189,12 @@ int log_tail_store(PyObject *tip, QueueTail *queue, const char *body, Py_ssize_t
         }
         PyBuffer_Release(&view);
     }
-    if (done && stored->position + size >= self->alarm && self->on_alarm && !succeeded(PyObject_CallNoArgs(self->on_alarm)))
+    if (done && (self->end >= self->alarm || stored->position == self->called_end) && self->on_alarm && !succeeded(PyObject_CallNoArgs(self->on_alarm)))
         return -1;
     return done;
 }
 
-bool log_tail_has_receipts(PyObject *tip, QueueTail *queue)
-{
-    return queue->ref && makes_tuples(((LogTail *)tip)->receipt);
-}
+bool log_tail_has_receipts(PyObject *tip, QueueTail *queue) { return queue->ref && makes_tuples(((LogTail *)tip)->receipt); }
 
 PyObject *log_tail_receipt(PyObject *tip, QueueTail *queue, const Stored *stored, PyObject *unique_key)
 {
@@ -226,9 +222,7 @@ static PyObject *log_tail_put(LogTail *self, PyObject *const *args, Py_ssize_t n
     Stored stored;
     int done = log_tail_store((PyObject *)self, queue, PyBytes_AS_STRING(args[1]), PyBytes_GET_SIZE(args[1]),
                          PyBytes_AS_STRING(args[2]), PyBytes_GET_SIZE(args[2]), NULL, &stored);
-    if (done <= 0)
-        return done < 0 ? NULL : Py_NewRef(Py_None);
-    return log_tail_receipt((PyObject *)self, queue, &stored, args[3]);
+    return done > 0 ? log_tail_receipt((PyObject *)self, queue, &stored, args[3]) : done < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* put_packed(queue, data, max_body): put the messages in the body of a `put_many` (remoting/short.py), and return the body of its
@@ -261,8 +255,10 @@ static PyObject *log_tail_put_packed(LogTail *self, PyObject *const *args, Py_ss
         return NULL;
     Stored stored = {queue->next_offset, self->end, 0, now_ns / 1000000 - (now_ns % 1000000 < 0)};
     bool fits = self->end >= self->base && self->end - self->base <= view.len - size;
+    uint8_t *mapped = (uint8_t *)view.buf + (self->end - self->base);
+    uint8_t *called = fits && self->fd >= 0 && size >= LEAST_CALLED ? PyMem_Malloc((size_t)size) : NULL;
     if (fits && (answer = PyBytes_FromStringAndSize(NULL, 1 + host_size + 2 * 4 + 8 * (count + 3)))) {
-        uint8_t *to = (uint8_t *)PyBytes_AS_STRING(answer);
+        uint8_t *to = (uint8_t *)PyBytes_AS_STRING(answer), *record = called ? called : mapped;
         *to++ = (uint8_t)host_size;
         to = (uint8_t *)memcpy(to, PyBytes_AS_STRING(host), (size_t)host_size) + host_size;
         put32(to, (uint32_t)queue->queue_id);
@@ -273,14 +269,23 @@ static PyObject *log_tail_put_packed(LogTail *self, PyObject *const *args, Py_ss
         for (Py_ssize_t i = 0; i < count; i++, body += each, queue->next_offset++, stored.position += stored.size) {
             put64(to + 24 + 8 * i, (uint64_t)stored.position);
             stored.size = overhead + (each = get32(sizes + 4 * i));
-            lay_record(self, queue, (uint8_t *)view.buf + (stored.position - self->base), &stored, (const char *)body, each,
-                       PyBytes_AS_STRING(tail), tail_size, &NOTHING);
+            lay_record(self, queue, record, &stored, (const char *)body, each, PyBytes_AS_STRING(tail), tail_size, &NOTHING);
+            record += stored.size;
             atomic_signal_fence(memory_order_seq_cst); /* if the process is killed, only whole records have one after them */
         }
-        put64(to + 24 + 8 * count, (uint64_t)(self->end = stored.position));
+        put64(to + 24 + 8 * count, (uint64_t)stored.position);
+        if (called && pwrite(self->fd, called, (size_t)size, self->end - self->base) != size) {
+            memset(mapped, 0, (size_t)size); /* whole records without those after them would be recovered */
+            queue->next_offset = stored.offset;
+            Py_CLEAR(answer); /* Python writes them, or raises the error */
+        } else {
+            self->end = stored.position;
+            self->called_end = called ? self->end : self->called_end;
+        }
     }
+    PyMem_Free(called);
     PyBuffer_Release(&view);
-    if (answer && self->end >= self->alarm && self->on_alarm && !succeeded(PyObject_CallNoArgs(self->on_alarm)))
+    if (answer && (self->end >= self->alarm || self->end - size == self->called_end) && self->on_alarm && !succeeded(PyObject_CallNoArgs(self->on_alarm)))
         Py_CLEAR(answer);
     return answer || PyErr_Occurred() ? answer : Py_NewRef(Py_None);
 }
@@ -294,6 +299,7 @@ static PyMethodDef tip_methods[] = {
 static PyMemberDef tip_members[] = {
     {"end", T_LONGLONG, offsetof(LogTail, end), 0, "The write position."},
     {"alarm", T_LONGLONG, offsetof(LogTail, alarm), 0, "Position at which a put calls `_on_alarm`."},
+    {"called_end", T_LONGLONG, offsetof(LogTail, called_end), 0, NULL},
     {"_base", T_LONGLONG, offsetof(LogTail, base), 0, NULL},
     {"_limit", T_LONGLONG, offsetof(LogTail, limit), 0, NULL},
     {"_whole_record", T_BOOL, offsetof(LogTail, plain), 0, NULL},

@@ -20,6 +20,8 @@ from mqstore.broker.context import Parts
 from mqstore.broker.router import DelayedReceipt
 from mqstore.broker.uniquekey import new_unique_key
 from mqstore.errors import ConfigError, InvalidMessageError, MQStoreError
+from mqstore.files.filesystem import REAL
+from mqstore.files.segment import segment_name
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.record import TRANSACTION_COMMIT, TRANSACTION_PREPARED, TRANSACTION_ROLLBACK
 from mqstore.remoting.shapes import properties_of
@@ -311,7 +313,8 @@ def packed(parts: Parts, topic: str, queue_id: int | None, data: bytes, *, by_py
 
 def stored_batches(folder: Path, batches: list[Any], *, by_python: bool, **config: Any) -> tuple[bytes, list[Any]]:
     """Return the commitlog after these batches, with the answer or error of each, and the records that are read."""
-    parts = new_parts(folder, segment_bytes=1 << 19, max_message_size=1 << 16, **config)
+    fs = None if by_python else REAL  # compiled code writes by calls if no file system must see them
+    parts = new_parts(folder, fs=fs, segment_bytes=1 << 19, max_message_size=1 << 16, **config)
     parts.topics.create("orders", queues=3)
     parts.topics.create("narrow", queues=4)
     parts.topics.alter("narrow", write_queues=2)
@@ -352,6 +355,7 @@ def test_packed_messages_are_stored_as_by_python(
         (bodies_bytes([b"a"]), {"durability": "flush"}, False),
         (bodies_bytes([b"a" * 1000] * 120), {}, False),  # written by a call
         (bodies_bytes([b"a" * 1001]), {"max_message_size": 1000}, False),
+        (bodies_bytes([b"a" * 1000] * 100), {}, True),
         (bodies_bytes([b"a"]), {"segment_bytes": 1 << 16}, False),  # no room until Python has asked for it
         (bodies_bytes([]), {}, False),
         (b"", {}, False),
@@ -365,10 +369,40 @@ def test_packed_messages_are_stored_as_by_python(
 def test_packed_messages_that_are_compiled(
     tmp_path: Path, data: bytes, config: dict[str, Any], is_compiled: bool
 ) -> None:
-    parts = new_parts(tmp_path / "s", **{"segment_bytes": 1 << 20, **config})
+    parts = new_parts(tmp_path / "s", fs=REAL, **{"segment_bytes": 1 << 20, **config})
     parts.router.put_many("orders", [b"first"], queue_id=1)
     before = parts.store.max_offset
     done = parts.router.put_packed("orders", data, 1)
     assert (isinstance(done, bytes), parts.store.max_offset > before) == (is_compiled, is_compiled)
     if not is_compiled:
         assert done == 1
+
+
+@compiled
+def test_packed_messages_that_cannot_be_written_leave_no_byte(tmp_path: Path) -> None:
+    parts = new_parts(tmp_path / "s", fs=REAL, segment_bytes=1 << 20)
+    parts.router.put_many("orders", [b"first"], queue_id=1)
+    log, file = parts.store._log, tmp_path / "s" / "commitlog" / segment_name(0)
+    end, before = log.end, file.read_bytes()
+    bodies = [b"a" * 100] * 500
+    with file.open("rb") as unwritable:
+        log._fd = unwritable.fileno()
+        assert log._put_packed(parts.store.writer.queue_to_put("orders", 1), bodies_bytes(bodies), 1000) is None
+    assert (log.end, file.read_bytes()) == (end, before)
+    assert [receipt.offset for receipt in parts.router.put_many("orders", bodies, queue_id=1)] == [*range(1, 501)]
+    assert [message.body for message in parts.store.read("orders", 1, 0, 999)] == [b"first", *bodies]
+
+
+@compiled
+def test_disk_blocks_are_allocated_ahead_of_packed_messages(tmp_path: Path) -> None:
+    """Otherwise each step, of a MiB at first, would take the way of other messages, whose pages must be prepared."""
+    parts = new_parts(tmp_path / "s", fs=REAL, segment_bytes=1 << 24)
+    parts.topics.create("orders", queues=1)
+    data, declined = bodies_bytes([b"a" * 1000] * 32), []
+    for i in range(400):
+        parts.store.run_once(i)  # the flusher's work
+        if not isinstance(parts.router.put_packed("orders", data, 0), bytes):
+            declined.append(i)
+            parts.router.put_many("orders", bodies_of(data), queue_id=0)
+    assert declined == [0]  # creates the segment
+    assert len([*parts.store.iter("orders", 0)]) == 400 * 32

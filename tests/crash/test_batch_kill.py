@@ -15,18 +15,19 @@ from tests.children import in_child
 from tests.log.support import open_in
 from tests.without import compiled
 
+BODIES = [b"%d" % i * 10 for i in range(100)]
+
 
 def put_over_a_locked_page(path: Path, *, packed: bool) -> None:
-    """Put a batch, in which a write to the segment's fifth page ends the process."""
+    """Put a batch, in which a write to the segment's third page ends the process."""
     store = open_in("rw", path)
     store.put_many("t", [b"first"] * 3, queue_id=0)
-    page = ctypes.addressof(ctypes.c_char.from_buffer(store._log._mapping)) + 4 * mmap.PAGESIZE
+    page = ctypes.addressof(ctypes.c_char.from_buffer(store._log._mapping)) + 2 * mmap.PAGESIZE
     assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(page), mmap.PAGESIZE, mmap.PROT_READ) == 0
-    bodies = [b"%d" % i * 40 for i in range(300)]
     if packed:
-        store.writer.put_packed("t", bodies_bytes(bodies), 0)
+        store.writer.put_packed("t", bodies_bytes(BODIES), 0)
     else:
-        store.put_many("t", bodies, queue_id=0)
+        store.put_many("t", BODIES, queue_id=0)
 
 
 @compiled
@@ -38,8 +39,7 @@ def test_a_batch_that_was_being_stored_leaves_no_damage(tmp_path: Path, packed: 
     with mqstore.open(path) as store:
         bodies = [message.body for message in store.iter("t", 0)]
         assert store.recovery.damaged_ranges == 0
-    whole = [b"first"] * 3 + [b"%d" % i * 40 for i in range(300)]
-    assert 3 < len(bodies) < 303
-    assert bodies == whole[: len(bodies)]
+    assert 3 < len(bodies) < 103
+    assert bodies == ([b"first"] * 3 + BODIES)[: len(bodies)]
     with mqstore.open(path, "r") as store:
         assert list(store.verify()) == []

@@ -73,6 +73,8 @@ _CALL_BYTES = 131_072
 """Batches of this many bytes and more are written by a system call.
 The kernel then accepts whole pages as they are. Before a store through the mapping it zeroes each page. For fewer bytes
 the call costs more, since it switches threads."""
+_CONTINUED_BYTES = 16_384
+"""The same after another batch that was written by a call: pages are not prepared there, and faults cost more."""
 
 _NOTED_RECORDS, _MOST_NOTED = 64, 256
 """Least number of records of a batch that is noted: fewer are read as fast. Most batches noted at a time."""
@@ -122,7 +124,8 @@ class CommitLog(LogTail):
         self.run = run = parts.log_writer
         self.end = 0
         self.called_end = -1
-        """`end` after the last large write by a call. A writer that continues there needs no prepared pages."""
+        """`end` after the last large write by a call. A writer that continues there needs no prepared pages. Any other
+        put there calls `_on_alarm`."""
         self._soiled = 0
         """End of the bytes of a failed put, if it is beyond `end`."""
         self.alarm = 0
@@ -173,9 +176,9 @@ class CommitLog(LogTail):
             if segment is not None:
                 self._enter(segment)
 
-    def _enter(self, segment: Segment) -> None:
+    def _enter(self, segment: Segment, *, called: bool = False) -> None:
         mapping = self.run.mapping(segment)
-        file = None if self.group is None else self.run.file(segment)
+        file = self.run.file(segment) if called or self.group is not None else None
         fd = -1 if file is None else file.raw_fd
         # Bytes that bulk appends or an earlier process have written already have their blocks.
         segment.allocated = max(segment.allocated, self.end - segment.start)
@@ -255,7 +258,7 @@ class CommitLog(LogTail):
                 self._store(position, data, position + size, {queue: offset + 1} if numbered else {}, by_call=by_call)
             finally:
                 self._appending = False
-        if self.end >= self.alarm:
+        if self.end >= self.alarm or position == self.called_end:
             self._on_alarm()
         return receipt
 
@@ -343,11 +346,11 @@ class CommitLog(LogTail):
                 if position + size > self._limit:
                     position = self._roll(size)
                 data, numbers, result = encode(position)
-                by_call = size >= _CALL_BYTES or kernel is None
-                self._store(position, data, position + size, numbers, by_call=by_call)
+                large = size >= _CALL_BYTES or (size >= _CONTINUED_BYTES and position == self.called_end)
+                self._store(position, data, position + size, numbers, by_call=large or kernel is None)
             finally:
                 self._appending = False
-        if self.end >= self.alarm:
+        if self.end >= self.alarm or position == self.called_end:
             self._on_alarm()
         return result
 
@@ -438,7 +441,7 @@ class CommitLog(LogTail):
                 self._mapping[at : at + len(data)] = data
             for queue, next_offset in numbers.items():
                 queue.next_offset = next_offset
-            if len(data) >= _CALL_BYTES:
+            if by_call and len(data) >= _CONTINUED_BYTES:
                 self.called_end = end
             self.end = end
         finally:
@@ -471,6 +474,24 @@ class CommitLog(LogTail):
         self._wipe()
         self._mapping = None  # the next put finds its segment
         return wiped
+
+    def put_packed(self, queue: QueueTail, data: bytes, max_body: int) -> bytes | None:
+        """Do `LogWriter.put_packed`, with compiled parts."""
+        if self._fd < 0:
+            self._extend()
+        done = self._put_packed(queue, data, max_body)
+        return self._put_packed(queue, data, max_body) if done is None and self._extend() else done
+
+    def _extend(self) -> bool:
+        """Have a descriptor for `_put_packed`, and use disk blocks that were allocated ahead (`PagePrefetch`).
+        Return True if there are more than before."""
+        before = self._limit
+        with self.lock:
+            if self._mapping is not None and self.failed is None and self._soiled <= self.end:
+                segment = self.run.find(self._base)
+                if segment is not None:
+                    self._enter(segment, called=True)
+            return self._limit > before
 
     def has_room(self, size: int) -> bool:
         """Return True if `size` bytes fit without new disk blocks and without asking for room, and the log is free."""

@@ -76,7 +76,8 @@ class LogTail:
     """A record must end at or before this position, so that a BLANK always fits after it."""
     _mapping: mmap.mmap | None
     _fd: int
-    """Descriptor of the segment for `_put`, if every put waits for its sync. With -1 Python code does these puts."""
+    """Descriptor of the segment for `_put`, if every put waits for its sync, and for `_put_packed`. With -1 Python code
+    does these puts, and packed messages are stored through the mapping."""
     _whole_record: bool
     """True if the checksum covers the whole record. `_put` supports only this kind."""
     _appending: bool

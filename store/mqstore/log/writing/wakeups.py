@@ -7,6 +7,7 @@ no thread costs one comparison.
 from __future__ import annotations
 
 from mqstore.clock import Clock
+from mqstore.files.segment import Segment
 from mqstore.files.segmentwriter import SegmentWriter
 from mqstore.log.commitlog import CommitLog
 from mqstore.signalsafe import Bell, Lock
@@ -35,6 +36,8 @@ class PagePrefetch:
         """Begin with a log that ends at `end`."""
         self._first = end
         self._populated = end
+        self._asked = -1
+        """End of the disk blocks when more were last allocated ahead."""
         self._ahead = 0
         """Number of prepared bytes after the end at the last look."""
         self._begun = 0
@@ -44,13 +47,16 @@ class PagePrefetch:
 
     def mark(self, end: int, is_called: bool) -> int:
         """Return the position at which the flusher is needed next for a log that ends at `end`.
-        It is before the first page that is not populated, unless the writer writes by calls (`is_called`). The flusher
-        is also needed to create the next segment, and when the writer has entered it."""
+        It is before the first page that is not populated, or for a writer that writes by calls (`is_called`) before
+        the first without disk blocks. The flusher is also needed to create the next segment, and when the writer has
+        entered it."""
         last = self._run.last
         if last is None:
             return 0
         mark = last.end
-        if self._populated < last.end and not is_called:
+        if is_called:
+            mark = self._room_mark(last)
+        elif self._populated < last.end:
             mark = self._populated - self._ahead // 2
         return mark if self._prepared >= last.end else min(mark, last.start + last.size * 3 // 4)
 
@@ -60,7 +66,10 @@ class PagePrefetch:
         if last is None:
             return
         try:
-            if (
+            if is_called and end >= self._room_mark(last):
+                self._asked = last.start + last.allocated  # once: on a full disk it fails
+                self._run.allocate(last, last.allocated + 1)
+            elif (
                 last.start <= end < last.end
                 and not is_called
                 and end + self._ahead // 2 >= self._populated
@@ -84,6 +93,11 @@ class PagePrefetch:
         finally:  # on a full disk too, or every later put would wake the flusher
             if self._populated < last.start:
                 self._populated = last.start + min(last.allocated, self._begun)
+
+    def _room_mark(self, last: Segment) -> int:
+        """Return the position from which a writer that writes by calls needs the next disk blocks."""
+        whole = last.allocated >= last.size or self._asked == last.start + last.allocated
+        return last.end if whole else last.start + last.allocated * 3 // 4
 
     def _keep_pace(self, end: int) -> int:
         """Adapt the number of pages prepared at a time to the pace at which the writer reached `end`.
@@ -174,8 +188,7 @@ class Wakeups:
         end = log.end
         alarm = NEVER if self._after_sync else self.dispatcher_mark  # nothing new is visible before the sync
         if self._background and not self._is_flusher_called:
-            # After a write by a call each put is checked: the mark is different if the next put is stored.
-            alarm = 0 if end == log.called_end else min(alarm, self._mark(end), self.room_mark)
+            alarm = min(alarm, self._mark(end), self.room_mark)
         log.alarm = alarm
 
     def _mark(self, end: int) -> int:

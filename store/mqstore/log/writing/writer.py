@@ -411,7 +411,7 @@ class LogWriter:
         """Do a `put_many` in one compiled call, with packed messages and receipts (`remoting/short.py`).
         None: nothing was written, and `put_many` must do it. It also waits for the disk, and refuses bad input."""
         queue = self.queue_to_put(topic, queue_id)
-        return None if kernel is None else self.log._put_packed(queue, data, self.max_body)
+        return None if kernel is None else self.log.put_packed(queue, data, self.max_body)
 
     def copy_many(self, copies: Sequence[Copy], attempts: int = 0) -> int:
         """Append the first of `copies`, as many as fit one batch. Return their number, at least one.
