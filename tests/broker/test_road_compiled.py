@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import resource
 import zlib
 from datetime import UTC, datetime, timedelta
 from itertools import combinations
@@ -379,15 +380,20 @@ def test_packed_messages_that_are_compiled(
 
 
 @compiled
-def test_packed_messages_that_cannot_be_written_leave_no_byte(tmp_path: Path) -> None:
+@pytest.mark.parametrize("written_bytes", [0, 20_000])
+def test_packed_messages_that_cannot_be_written_leave_no_byte(tmp_path: Path, written_bytes: int) -> None:
+    """Whole records after the end of the log would be recovered after a crash."""
     parts = new_parts(tmp_path / "s", fs=REAL, segment_bytes=1 << 20)
     parts.router.put_many("orders", [b"first"], queue_id=1)
     log, file = parts.store._log, tmp_path / "s" / "commitlog" / segment_name(0)
-    end, before = log.end, file.read_bytes()
-    bodies = [b"a" * 100] * 500
-    with file.open("rb") as unwritable:
-        log._fd = unwritable.fileno()
+    bodies, end, before = [b"a" * 100] * 500, log.end, file.read_bytes()
+    assert log.put_packed(parts.store.writer.queue_to_put("orders", 1), b"", 1000) is None  # now it has a descriptor
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (end + written_bytes, limits[1]))
+    try:
         assert log._put_packed(parts.store.writer.queue_to_put("orders", 1), bodies_bytes(bodies), 1000) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (log.end, file.read_bytes()) == (end, before)
     assert [receipt.offset for receipt in parts.router.put_many("orders", bodies, queue_id=1)] == [*range(1, 501)]
     assert [message.body for message in parts.store.read("orders", 1, 0, 999)] == [b"first", *bodies]

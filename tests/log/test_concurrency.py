@@ -25,10 +25,13 @@ from mqstore.errors import (
     StoreIOError,
     StoreLockedError,
 )
+from mqstore.files.segmentwriter import SegmentWriter
+from mqstore.log.store import MessageStore
 from tests.children import in_child, speaking_child
 from tests.faults import FaultyFileSystem
 from tests.holding import linux_only, open_files
 from tests.log.support import Unsynced, open_in, open_store
+from tests.waiting import until
 
 SMALL = StoreConfig(segment_bytes=1 << 14, consumequeue_units=50, index_slots=50, index_entries=200)
 STORE = Path(mqstore.__file__).parents[1]
@@ -526,3 +529,13 @@ def test_more_index_files_than_descriptors(tmp_path: Path, run: Callable[..., Pr
         store.dispatch()
     assert len(os.listdir(tmp_path / "s" / "index")) > 120
     assert run(INDEX, tmp_path / "s", mode, 80).finish() == (0, "fine\n")
+
+
+def test_pages_are_prepared_again_after_a_large_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that is written by a call needs no pages, so the flusher rests. The next small put wakes it."""
+    positions: list[int] = []
+    monkeypatch.setattr(SegmentWriter, "populate", lambda _, segment, position, length: positions.append(position))
+    with MessageStore(tmp_path / "s") as store:
+        end = store.put_many("t", [b"x" * 1000] * 2000)[-1].physical_offset
+        store.put("t", b"x")
+        until(lambda: max(positions, default=0) > end)
