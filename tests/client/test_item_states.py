@@ -123,21 +123,21 @@ def test_queues_do_not_share_names(doors: Doors) -> None:
 
 def test_name_counts_for_a_time_instead(doors: Doors) -> None:
     queue = doors.queue()
-    first = queue.put(b"0", unique="n", unique_for=3600)
-    assert queue.put(b"1", unique="n", unique_for=timedelta(hours=1)).id == first.id
+    first = queue.put(b"0", unique="n", unique_for=60)
+    assert queue.put(b"1", unique="n", unique_for=timedelta(minutes=1)).id == first.id
     assert doors.values(queue) == [b"0"]
-    doors.advance(3599)
+    doors.advance(59)
     doors.restart()
     queue = doors.queue()
-    assert queue.put(b"2", unique="n", unique_for=3600).id == first.id
+    assert queue.put(b"2", unique="n", unique_for=60).id == first.id
     assert queue.qsize() == 0
     doors.advance(1)
-    second = queue.put(b"3", unique="n", unique_for=3600, delay=7200)
+    second = queue.put(b"3", unique="n", unique_for=60, delay=120)
     assert second.id != first.id
-    doors.advance(3600)
-    third = queue.put(b"4", unique="n", unique_for=3600)  # although the second one still waits
+    doors.advance(60)
+    third = queue.put(b"4", unique="n", unique_for=60)  # although the second one still waits
     assert third.id != second.id
-    doors.advance(3601)
+    doors.advance(61)
     assert doors.values(queue) == [b"4", b"3"]
 
 
@@ -171,11 +171,11 @@ def test_processes_that_share_a_directory_agree(tmp_path: Path) -> None:
 
 
 def test_retention_keeps_names_for_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Story: the log was deleted after a minute, and with it the name that counts for an hour."""
-    config: Any = {"segment_bytes": 4096, "retention": mqstore.Retention(age=60)}
+    """Story: the log was deleted after ten seconds, and with it the name that counts for ten minutes."""
+    config: Any = {"segment_bytes": 4096, "retention": mqstore.Retention(age=10)}
     with opened(tmp_path / "store", "here", monkeypatch, **config) as doors:
         queue, other = doors.queue(), doors.queue("other")
-        firsts = [queue.put(b"x", unique="n", unique_for=3600), queue.put(b"x", unique="d", unique_for=3600, delay=1)]
+        firsts = [queue.put(b"x", unique="n", unique_for=600), queue.put(b"x", unique="d", unique_for=600, delay=1)]
         doors.advance(2)
         assert len(doors.values(queue)) == 2
 
@@ -183,21 +183,21 @@ def test_retention_keeps_names_for_their_time(tmp_path: Path, monkeypatch: pytes
             for _ in range(4):
                 other.put_many([bytes(100)] * 50)
                 doors.values(other)
-                doors.advance(300)
+                doors.advance(50)
             return doors.broker.min_offset("other", 0)
 
         assert a_while() == 0
         doors.restart()
         queue, other = doors.queue(), doors.queue("other")
         assert a_while() == 0
-        assert [queue.put(b"y", unique=name, unique_for=3600).id for name in "nd"] == [first.id for first in firsts]
+        assert [queue.put(b"y", unique=name, unique_for=600).id for name in "nd"] == [first.id for first in firsts]
         pin = doors.broker.stats().oldest_pin
         assert pin is not None
         assert "unique" in pin.why
         for _ in range(5):
             a_while()
         assert doors.broker.min_offset("other", 0) > 0
-        assert queue.put(b"z", unique="n", unique_for=3600).id != firsts[0].id
+        assert queue.put(b"z", unique="n", unique_for=600).id != firsts[0].id
 
 
 def test_index_that_lost_entries_is_named(doors: Doors) -> None:

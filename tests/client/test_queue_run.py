@@ -170,10 +170,10 @@ def test_long_handler_keeps_its_item(run: Any, monkeypatch: pytest.MonkeyPatch) 
         [first] = broker.pending("jobs")
         assert renewed.wait(20)
         [lease] = broker.pending("jobs")
-        seen.append((task.attempt, lease.offset == first.offset, lease.visible_at_ms > first.visible_at_ms + 1000))
+        seen.append((task.attempt, lease.offset == first.offset, lease.visible_at_ms > first.visible_at_ms + 500))
 
     def body(queue: mqstore.Queue) -> None:
-        queue._visibility_s, queue._visibility_ms = 3.0, 3000
+        queue._visibility_s, queue._visibility_ms = 1.5, 1500
         renew = queue._broker.renew
         monkeypatch.setattr(queue._broker, "renew", lambda *lease, **more: (renew(*lease, **more), renewed.set())[0])
         queues.append(queue)

@@ -200,7 +200,7 @@ def test_exit_waits_once_for_all_stores(tmp_path: Path) -> None:
     """With four consumers in handlers that hung it took 20 s."""
     program = """
         import sys, threading, mqstore, mqstore.store
-        mqstore.store._EXIT_S = 1.0
+        mqstore.store._EXIT_S = 0.5
         begun = threading.Semaphore(0)
         def hangs(message):
             begun.release()

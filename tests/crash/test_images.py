@@ -289,8 +289,9 @@ def test_power_cut_while_segments_change_is_no_damage(tmp_path: Path, profile: P
     fs.mark("done")
     kill(store)
     fs.dispose()
-    for moment in range(first, len(fs.events) + 1):
-        for luck in (0, 0.3, 0.5, 0.7):
+    moments = [n + 1 for n in range(first, len(fs.events)) if fs.events[n].kind != "write"]
+    for moment in moments:
+        for luck in (0, 0.5, 0.7):
             image = tmp_path / f"image-{moment}-{luck}"
             if build_image(fs.events[:moment], random.Random(f"{moment} {luck}"), image, luck=luck):
                 assert {path.stat().st_size for path in image.glob("commitlog/0*")} == {8192}, "RocketMQ refuses others"
