@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shlex
 from pathlib import Path
@@ -20,8 +21,13 @@ EXAMPLES = [pytest.param(code, id=f"{page.name}-{i}") for page in PAGES for i, c
 
 
 def _type(code: str, name: str = "example") -> None:
-    # dont_inherit: an example has only the `from __future__` that it writes.
-    exec(compile(code, name, "exec", dont_inherit=True), {"__name__": "example"})
+    logger = logging.getLogger("mqstore")
+    level = logger.level
+    try:
+        # dont_inherit: an example has only the `from __future__` that it writes.
+        exec(compile(code, name, "exec", dont_inherit=True), {"__name__": "example"})
+    finally:
+        logger.setLevel(level)  # or the logs that later tests look for would be missing
 
 
 @pytest.mark.parametrize("code", EXAMPLES)
