@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bench.goals import Answer
-from bench.harness import RECORDED, Ask, Load, Side, Work, needs_modules
+from bench.harness import RECORDED, Ask, Load, Side, Work, needs_modules, of_both
 
 
 class Machine:
@@ -147,6 +147,13 @@ def test_recorded_timer_advances_by_what_was_measured() -> None:
     RECORDED.advance(0.25)
 
     assert RECORDED() - begin == 0.25
+
+
+def test_question_is_asked_for_both_sizes_of_bodies(machine: Machine) -> None:
+    rows = of_both("put", machine.side("ours"), (30, 20), {})
+
+    loads = {name: (load.body_bytes, load.messages) for name, (_, load, *_) in rows.items()}
+    assert loads == {"put[128]": (128, 30), "put[1024]": (1024, 20)}
 
 
 def test_missing_modules_are_named() -> None:

@@ -121,13 +121,15 @@ def test_json_counts_traffic_delays_and_each_byte_of_the_log(store: Path, tmp_pa
     assert max(map(sum, cells)) <= log["cell_bytes"]
 
 
-def test_page_has_the_traffic_that_is_chosen(store: Path, tmp_path: Path) -> None:
-    times = [datetime.fromtimestamp(BEGIN_MS / 1000 + hour * 3600, UTC).isoformat() for hour in (1, 2)]
-    found = mqstore_json(
-        "report", store, "--html", tmp_path / "page.html", "--interval", "10m", "--from", times[0], "--until", times[1]
-    )
+@pytest.mark.parametrize(("options", "messages"), [((), 2), (("--option", "tags=none"), 0)])
+def test_page_has_the_traffic_that_is_chosen(
+    store: Path, tmp_path: Path, options: tuple[str, ...], messages: int
+) -> None:
+    second_hour = [datetime.fromtimestamp(BEGIN_MS / 1000 + hour * 3600, UTC).isoformat() for hour in (1, 2)]
+    chosen = ("--from", second_hour[0], "--until", second_hour[1], "--interval", "10m", *options)
+    found = mqstore_json("report", store, "--html", tmp_path / "page.html", *chosen)
 
-    assert (found["traffic"]["interval_ms"], found["traffic"]["total"]["messages"]) == (600_000, 2)
+    assert (found["traffic"]["interval_ms"], found["traffic"]["total"]["messages"]) == (600_000, messages)
     assert sum(row["messages"] for row in found["disk"]["topics"]) > 2
 
 
