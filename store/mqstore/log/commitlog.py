@@ -76,8 +76,10 @@ the call costs more, since it switches threads."""
 _CONTINUED_BYTES = 16_384
 """The same after another batch that was written by a call: pages are not prepared there, and faults cost more."""
 
-_NOTED_RECORDS, _MOST_NOTED = 64, 256
-"""Least number of records of a batch that is noted: fewer are read as fast. Most batches noted at a time."""
+_NOTED_RECORDS = range(64, 8193)
+"""Numbers of records of a batch that is noted: fewer are read as fast, and more take too much memory."""
+_NOTED_BATCHES = 256
+"""Most batches noted at a time. The dispatcher does not use those that were noted after it has read them."""
 
 Result = TypeVar("Result")
 _Encoded = tuple[bytearray | memoryview, Mapping[QueueTail, int], Result]
@@ -298,8 +300,8 @@ class CommitLog(LogTail):
             return data, {queue: offset + number}, (offset, positions, now_ms)
 
         offset, positions, now_ms = found = self._append(total, encode)
-        if tails is queue.plain_tail and number >= _NOTED_RECORDS:
-            if len(self.noted) >= _MOST_NOTED:
+        if tails is queue.plain_tail and number in _NOTED_RECORDS:
+            if len(self.noted) >= _NOTED_BATCHES:
                 self.noted.clear()
             self.noted[positions[0]] = Noted(queue, offset, positions, now_ms)
         return found
