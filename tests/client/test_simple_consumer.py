@@ -437,34 +437,25 @@ def test_a_wait_that_ends_while_it_begins_parks_nowhere(bench: Bench, monkeypatc
     assert parked(bench.broker) == 0
 
 
-def test_waiter_for_an_unsubscribed_topic_passes_its_turn(bench: Bench) -> None:
+@pytest.mark.parametrize("error", [None, mqstore.errors.StoreBusyError("not now"), KeyboardInterrupt()], ids=repr)
+def test_called_waiter_that_takes_nothing_passes_its_turn(
+    bench: Bench, error: BaseException | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails, or has unsubscribed from the topic (None)."""
     consumer = bench.consumer("t", "u")
     called: list[str] = []
     consumer._when_ready(lambda: called.append("one"))
     bench.broker.add_pop_waiter("g", "t", lambda worth: called.append("another"))
     bench.put(b"a")
     assert called == ["one"]
-    consumer.unsubscribe("t")
-    bench.put(b"b", topic="u")
-    assert bodies(consumer.receive(wait=0)) == [b"b"]
-    bench.settle()
-    assert called == ["one", "another"]
-
-
-@pytest.mark.parametrize(
-    "error", [mqstore.errors.StoreBusyError("not now"), KeyboardInterrupt()], ids=["busy", "ctrl-c"]
-)
-def test_failing_waiter_passes_its_turn(bench: Bench, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    consumer = bench.consumer("t", "u")
-    called: list[str] = []
-    consumer._when_ready(lambda: called.append("one"))
-    bench.broker.add_pop_waiter("g", "t", lambda worth: called.append("another"))
-    bench.put(b"a")
-    assert called == ["one"]
-
-    monkeypatch.setattr(bench.broker, "pop", failing(bench.broker.pop, error))
-    with pytest.raises(type(error)):
-        consumer.receive(wait=0)
+    if error is None:
+        consumer.unsubscribe("t")
+        bench.put(b"b", topic="u")
+        assert bodies(consumer.receive(wait=0)) == [b"b"]
+    else:
+        monkeypatch.setattr(bench.broker, "pop", failing(bench.broker.pop, error))
+        with pytest.raises(type(error)):
+            consumer.receive(wait=0)
     bench.settle()
     assert called == ["one", "another"]
 
