@@ -127,7 +127,7 @@ def native_table() -> str:
     used = {name for file in files for name in re.findall(r"\b[A-Z][A-Z0-9_]+\b", file.read_text(encoding="utf-8"))}
     lines = ["/* The numbers that C shares with Python, written by `make docs`; don't edit them. */"]
     for module in (hosts, properties, record, consumequeue, indexfile, outgoing, batch, state):
-        lines.append(f"\n/* {module.__name__} */")
+        lines.append(f"/* {module.__name__} */")
         numbers = [(name.strip("_"), value) for name, value in vars(module).items() if type(value) is int]
         found = [f"#define {name} {value}" for name, value in numbers if name in used]
         lines += [line for line in found if line not in lines]  # a name may have been imported from a module before

@@ -1,13 +1,10 @@
 /* The numbers that C shares with Python, written by `make docs`; don't edit them. */
-
 /* mqstore.layout.hosts */
 #define IPV4_BYTES 8
 #define IPV6_BYTES 20
-
 /* mqstore.layout.properties */
 #define MAX_PROPERTIES_BYTES 32767
 #define CRC_TAIL_BYTES 20
-
 /* mqstore.layout.record */
 #define MAGIC_V1 -626843481
 #define MAGIC_V2 -626843477
@@ -41,14 +38,12 @@
 #define BODY_ELSEWHERE 1793
 #define MIN_RECORD_BYTES 91
 #define BLANK_BYTES 8
-
 /* mqstore.layout.consumequeue */
 #define UNIT_BYTES 20
 #define UNIT_SIZE_AT 8
 #define UNIT_TAGS_CODE_AT 12
 #define VOID_SIZE 2147483647
 #define LAST_ADDRESS -2147483649
-
 /* mqstore.layout.indexfile */
 #define HEADER_BYTES 40
 #define SLOT_BYTES 4
@@ -64,13 +59,10 @@
 #define ENTRY_SECONDS_AT 12
 #define ENTRY_PREVIOUS_AT 16
 #define SECOND_MS 1000
-
 /* mqstore.log.writing.outgoing */
 #define MAX_MESSAGE_GROUP 63
-
 /* mqstore.broker.pop.batch */
 #define SAME_MOMENT_MS 1000
-
 /* mqstore.broker.pop.state */
 #define MAX_BATCH 32
 #define COMPACT_FROM 1024
