@@ -185,7 +185,7 @@ class MessageStore(IteratingReader, Sending):
             self._dispatcher,
             policy=lambda: config.retention or self.default_retention,
             clean=self.clean,
-            drop_before=self._retainer.drop_before,
+            drop_before=self._drop_before,
             call_flusher=self._call_flusher,
         )
         self.background.add_task("retention", _RETENTION_MS, self.room.run_once)
@@ -334,7 +334,13 @@ class MessageStore(IteratingReader, Sending):
         holds stay valid (format#retention). Raises FlushFailedError, with nothing deleted, if the units of the
         remaining records cannot be made durable."""
         self.check_open()
-        return self._retainer.drop_before(physical_offset)
+        return self._drop_before(physical_offset)
+
+    def _drop_before(self, physical_offset: int) -> list[str]:
+        try:
+            return self._retainer.drop_before(physical_offset)
+        finally:
+            self.records.drop_ahead()  # now, since a put may wait for the space
 
     def delete_topics(self, topics: Collection[str]) -> None:
         """Delete all messages of `topics` put before this call. Readers no longer find them, even after a crash.
