@@ -29,7 +29,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def put_many(store: mqstore.Store, count: int = 20 * COUNT) -> None:
-    store.put_many("jobs", [b"x"] * count)
+    store.put_many("jobs", [mqstore.OutgoingMessage(b"x", tag="t")] * count)  # with a tag: the dispatcher reads each
 
 
 def delay(store: mqstore.Store) -> None:
