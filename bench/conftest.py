@@ -45,7 +45,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def share(request: pytest.FixtureRequest) -> float:
-    """Share of the messages of each question."""
     return _share(request.config)
 
 

@@ -53,7 +53,6 @@ class Answer:
 
 
 def summary(answers: Sequence[Answer]) -> str:
-    """Return how many goals are met."""
     verdicts = [answer.met for answer in answers if answer.met is not None]
     return f"{sum(verdicts)} of {len(verdicts)} goals met"
 

@@ -160,7 +160,6 @@ class Ask:
     name: str
     rounds: int
     share: float = 1.0
-    """Share of the messages."""
     timer: Callable[[], float] = time.perf_counter
     answers: list[Answer] = field(default_factory=list)
 
