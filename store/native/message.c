@@ -8,7 +8,7 @@
 
 enum { MOST_BYTES = 4 << 20 }; /* read in one call, which other threads wait for */
 
-static PyObject *buffer_name, *queue_name, *stored_body_name;
+static PyObject *buffer_name, *queue_name, *stored_body_name, *tag_name, *group_name;
 static int topic_index = 0, queue_id_index = 1;
 static PyTypeObject *batch_type; /* the class of nearly all batches, and the places of `buffer` and `find` in its objects */
 static Py_ssize_t buffer_at, find_at;
@@ -155,6 +155,37 @@ static PyObject *located_stored_property(Located *self, PyObject *name)
     return text;
 }
 
+static PyObject *located_property(Located *self, void *name)
+{
+    return located_stored_property(self, *(PyObject **)name);
+}
+
+/* Return the words of KEYS. */
+static PyObject *located_keys(Located *self, void *closure)
+{
+    Py_buffer view;
+    Parts parts;
+    const char *value;
+    Py_ssize_t size, count = 0;
+    if (open_record(self, &view, &parts) < 0)
+        return NULL;
+    const char *end = value_of(view.buf, &parts, "KEYS", 4, &value, &size) ? value + size : NULL, *space;
+    for (const char *at = value; at < end; at++)
+        count += *at != ' ' && (at == value || at[-1] == ' ');
+    PyObject *keys = PyTuple_New(count), *key = keys;
+    for (Py_ssize_t i = 0; key && i < count; value = space) {
+        while (*value == ' ')
+            value++;
+        space = memchr(value, ' ', (size_t)(end - value));
+        if ((key = PyUnicode_DecodeUTF8(value, (space ? space : end) - value, "replace")))
+            PyTuple_SET_ITEM(keys, i++, key);
+        else
+            Py_CLEAR(keys);
+    }
+    PyBuffer_Release(&view);
+    return keys;
+}
+
 /* Return the queue, or its item *closure. */
 static PyObject *located_queue(Located *self, void *closure)
 {
@@ -281,6 +312,9 @@ static PyGetSetDef located_attributes[] = {
     {"queue", (getter)located_queue, NULL, "Queue that contains this copy.", NULL},
     {"topic", (getter)located_queue, NULL, "Topic of that queue.", &topic_index},
     {"queue_id", (getter)located_queue, NULL, "Id of that queue in its topic, from 0.", &queue_id_index},
+    {"tag", (getter)located_property, NULL, "Tag that consumers filter by, or None.", &tag_name},
+    {"keys", (getter)located_keys, NULL, "Keys by which `find` looks the message up, besides its unique key.", NULL},
+    {"message_group", (getter)located_property, NULL, "Name of the group whose messages keep their order, or None.", &group_name},
     NUMBER("size", size_field, "Size of the whole record in bytes."),
     NUMBER("flag", flag_field, "The sender's own number, 32 bits; 0 unless it was set."),
     NUMBER("physical_offset", physical_field, "Position of the record in the commitlog."),
@@ -316,7 +350,9 @@ int message_init(void)
     buffer_name = PyUnicode_InternFromString("buffer");
     queue_name = PyUnicode_InternFromString("queue");
     stored_body_name = PyUnicode_InternFromString("_stored_body");
-    return buffer_name && queue_name && stored_body_name ? PyType_Ready(&LocatedType) : -1;
+    tag_name = PyUnicode_InternFromString("TAGS");
+    group_name = PyUnicode_InternFromString("__SHARDINGKEY");
+    return buffer_name && queue_name && stored_body_name && tag_name && group_name ? PyType_Ready(&LocatedType) : -1;
 }
 
 /* tagged(messages, tags) -> list of the messages whose tag is in the set `tags` */

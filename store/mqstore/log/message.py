@@ -189,6 +189,21 @@ class Located:
         length = buffer[at] << 8 | buffer[at + 1]
         return buffer[at + 2 : at + 2 + length]
 
+    @property
+    def tag(self) -> str | None:
+        """Tag that consumers filter by, or None."""
+        return self._stored_property(TAGS)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys by which `find` looks the message up, besides its unique key."""
+        return tuple(filter(None, (self._stored_property(KEYS) or "").split(" ")))
+
+    @property
+    def message_group(self) -> str | None:
+        """Name of the group whose messages keep their order, or None."""
+        return self._stored_property(SHARDINGKEY)
+
     def _stored_property(self, name: str) -> str | None:
         """Return one of `stored_properties` without decoding the others, or None if it does not exist."""
         return decode_properties(self._encoded_properties).get(name)
@@ -229,21 +244,6 @@ class Message(Located):
     def unique_key(self) -> str:
         """Key that is the same in every copy of the message. Use it to detect duplicates."""
         return self._stored_property(UNIQ_KEY) or self._stored_property(ORIGIN_MESSAGE_ID) or self.message_id
-
-    @property
-    def tag(self) -> str | None:
-        """Tag that consumers filter by, or None."""
-        return self._stored_property(TAGS)
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Keys by which `find` looks the message up, besides its unique key."""
-        return tuple(filter(None, (self._stored_property(KEYS) or "").split(" ")))
-
-    @property
-    def message_group(self) -> str | None:
-        """Name of the group whose messages keep their order, or None."""
-        return self._stored_property(SHARDINGKEY)
 
     # -- header -----------------------------------------------------------------------------------------------------
 
