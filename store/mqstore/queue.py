@@ -27,12 +27,13 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, cast
 
 from mqstore.broker.names import DEAD_LETTER, EXPIRY, queue_topic, retry_topic
 from mqstore.client.codecs import BYTES, Codec, T, encoded
 from mqstore.client.delivery import LeaseContext, Task, release, visibility_seconds
 from mqstore.client.groupsettings import begin_in, check_order, enter_group
+from mqstore.client.interceptors import Settled
 from mqstore.client.itemoptions import BLOCKING, ItemOptions, put_item, queue_of, send_options
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.popsource import pop_retries
@@ -46,6 +47,7 @@ from mqstore.errors import (
     QueueEmpty,
     QueueFull,
     QueueShutDown,
+    ReceiptExpiredError,
     StoreClosedError,
 )
 from mqstore.log.commitlog import SendReceipt
@@ -61,9 +63,9 @@ _LOOK_S = 0.25
 
 
 class _Last(threading.local):
-    taken: tuple[str, str] | str | None = None
-    """Topic and receipt of the last item that a thread got, or only the receipt, if it is in the queue's topic. Not the
-    task: a message that is held keeps its segment on the disk after its deletion."""
+    taken: Task[Any] | ReceiptExpiredError | tuple[str, str] | str | None = None
+    """Receipt of the last item that a thread got, and its topic if that is not the queue's. Not the task, whose message
+    keeps its segment on the disk; only in order, where the receipt is valid after a nack, too, until it is settled."""
 
 
 _get_at_once = Task._get_at_once
@@ -177,9 +179,8 @@ class Queue(QueueItems[T]):
         self._waits = Waits(broker, name, order=self._ordered)
         """Waits of the threads in `get`."""
         self._log = LimitedLog(f"group {self.name}", broker.clock)
-        self._context = LeaseContext(
-            broker, name, self._callbacks, self._look_again, self._log, self._visibility_s, self._codec
-        )
+        waiting = None if self._ordered else self._callbacks
+        self._context = LeaseContext(broker, name, waiting, self._settled, self._log, self._visibility_s, self._codec)
 
     # -- in ---------------------------------------------------------------------------------------------------------
 
@@ -286,11 +287,11 @@ class Queue(QueueItems[T]):
         if not (done or self._shut or visibility is not None):
             task = _get_at_once(self._context, self._topic, self._visibility_ms, self._ordered)
             if task is not None:
-                self._last.taken = task._delivery.receipt
+                self._last.taken = task if self._ordered else task._delivery.receipt
                 return task
         left = self._to_ack(done) if done else None
         task = Task(self._context, self._take(1, block, timeout_s, visibility, left)[0])
-        self._last.taken = task._delivery.topic, task._delivery.receipt
+        self._last.taken = task if self._ordered else (task._delivery.topic, task._delivery.receipt)
         return task
 
     def _get_at_once(self, visibility: Duration | None = None) -> Task[T] | None:
@@ -329,7 +330,7 @@ class Queue(QueueItems[T]):
                 found = self._take(min(max_items - len(tasks), MAX_BATCH), block, left, None, unacked)
                 unacked = None
                 tasks += [Task(self._context, delivery) for delivery in found]
-                self._last.taken = found[-1].topic, found[-1].receipt
+                self._last.taken = tasks[-1] if self._ordered else (found[-1].topic, found[-1].receipt)
                 block, left = False, None
         except QueueEmpty:
             pass
@@ -485,12 +486,23 @@ class Queue(QueueItems[T]):
         taken = self._last.taken
         if taken is None:
             raise ValueError("task_done() called, but this thread has no item that it did not call it for")
-        topic, receipt = (self._topic, taken) if isinstance(taken, str) else taken
-        self._broker.ack(self._topic, topic, [receipt])
+        if isinstance(taken, ReceiptExpiredError):
+            raise taken
+        if isinstance(taken, Task):
+            taken.ack()
+        else:
+            topic, receipt = (self._topic, taken) if isinstance(taken, str) else taken
+            self._broker.ack(self._topic, topic, [receipt])
         self._last.taken = None  # only now, so that it can be repeated if the disk is full
         self._look_again()
 
-    def _look_again(self, *_: object) -> None:
+    def _settled(self, task: Task[T], outcome: Settled) -> None:
+        if self._last.taken is task:
+            late = ReceiptExpiredError(f"the last item of this thread was settled before, by {outcome}")
+            self._last.taken = task._delivery.receipt if outcome == "ack" else late
+        self._look_again()
+
+    def _look_again(self) -> None:
         """Call all who wait, once: an item was settled, or the queue was shut."""
         while self._callbacks:
             with suppress(KeyError):  # another thread was quicker

@@ -7,6 +7,7 @@ import queue as standard
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 import mqstore
 from mqstore import Queue, RetryPolicy, Store
+from mqstore.errors import ReceiptExpiredError
 from tests.broker.support import full
 from tests.client import popsupport
 from tests.client.support import ended, failing, in_thread, parked, until, waits_of
@@ -69,6 +71,27 @@ def test_nothing_to_get(bench: Bench) -> None:
     with pytest.raises(mqstore.QueueEmpty, match="'jobs'"):
         queue.get(timeout=0.01)
     assert parked(bench.broker) == 0
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("here", [False, True])
+@pytest.mark.parametrize(("verb", "left"), [("nack", 1), ("release", 1), ("reject", 0), ("ack", 0), ("extend", 0)])
+def test_task_done_does_not_take_back_what_was_said_of_the_item(
+    bench: Bench, ordered: bool, here: bool, verb: str, left: int
+) -> None:
+    """As of a loop whose `finally` calls it after a nack: the item comes again."""
+    queue = bench.queue(ordered=ordered)
+    queue.put(b"a")
+    task = queue.get()
+    say = partial(getattr(task, verb), *[5] * (verb in ("nack", "extend")))
+    say() if here else in_thread(say)[0].join()
+    if verb in ("ack", "extend"):
+        queue.task_done()
+    else:
+        with pytest.raises(ReceiptExpiredError):
+            queue.task_done()
+    bench.advance(5)
+    assert (taken(queue), len(queue.dead_letters)) == ([b"a"] * left, verb == "reject")
 
 
 def test_task_done_is_for_what_the_thread_got_last(bench: Bench) -> None:
