@@ -200,6 +200,7 @@ def on_terminal(*words: object, rows: int = 24) -> Iterator[tuple[int, int, Call
         for name, fd in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
             setattr(sys, name, open(fd, "r" if fd == 0 else "w", closefd=False))  # noqa: SIM115
         os.environ |= {"TERM": "xterm", "COLUMNS": "80", "LINES": str(rows)}
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in a shell's background
         code = 0
         try:
             cli.main([str(word) for word in words], prog_name="mqstore")
