@@ -1,7 +1,7 @@
 """Tests of the compiled parts, built with the address and undefined-behaviour sanitizers: `make sanitize`.
 
 In a copy of the sources, so that nobody else meets a module that only runs beside a preloaded library. Arguments are
-given to pytest; without any the tests of layout, log, frames, pop and the broker's puts, and of the module itself.
+given to pytest; without any the tests of layout, log, frames, pop, queues and the broker's puts, and of the module.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BROKER = sorted(f"tests/broker/{path.name}" for path in (ROOT / "tests" / "broker").glob("test_[pr]o[pa]*.py"))
 TESTS = ("tests/test_native.py", "tests/layout", "tests/log", "tests/serve/test_frames.py", *BROKER)
+TESTS += ("tests/client/test_queue.py",)
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g"
 
 
