@@ -7,8 +7,12 @@ groups. After it everything that the server has sent is taken in, as a test with
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mqstore
@@ -26,13 +30,20 @@ ADMINISTRATION = {
 """Methods that tests call and no client does."""
 
 
+def socket_path() -> Path:
+    """Not the store's own: the server of a store that a test has killed still listens in this process."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    return Path(folder, "s")
+
+
 class ConnectedBroker(remote.RemoteBroker):
     """The contract of `behind`, over a connection to its server."""
 
     def __init__(self, behind: Any) -> None:
         self.behind = behind
         """For looks of tests past the wall."""
-        self.serving = ServerThread(behind, "127.0.0.1:0", unix=None, insecure_bind=False)
+        self.serving = ServerThread(behind, "127.0.0.1:0", unix=socket_path(), insecure_bind=False)
         super().__init__(self.serving.address)
         administer(self, behind)
 
@@ -85,7 +96,7 @@ class ServedStore(RemoteStore):
         self.behind = mqstore.open(*args, **options)
         """For looks of tests past the wall."""
         try:
-            self.serving = self.behind.serve("127.0.0.1:0")
+            self.serving = self.behind.serve("127.0.0.1:0", unix=socket_path())
             super().__init__(self.serving.address)
         except BaseException:
             self.behind.close()
