@@ -69,7 +69,7 @@ demo: $(VENV)/stamp-core
 # Tests of rules that have a compiled twin. Others take turns, as tests/damage does for whole recoveries.
 COMPILED := $(patsubst %,tests/layout/test_%.py,dispatch_few encode indexfile messageid pairs properties record run scan) \
 	$(patsubst %,tests/log/test_%.py,copy_many dispatch golden put read scanner_live small_batches splice) \
-	$(patsubst %,tests/broker/test_%.py,pop pop_fifo pop_restart) tests/client/test_priority.py
+	$(patsubst %,tests/broker/test_%.py,pop pop_fifo pop_restart) $(patsubst %,tests/client/test_%.py,priority queue)
 
 # Tests sync often, and take half the time on a file system in memory, if there is one with room for them.
 SCRATCH := $(shell df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 2097152 { print $$6 }')

@@ -15,7 +15,7 @@ import pytest
 
 import mqstore
 from mqstore import Queue, RetryPolicy, Store
-from mqstore.errors import ReceiptExpiredError
+from mqstore.errors import InvalidReceiptError, ReceiptExpiredError
 from tests.broker.support import full
 from tests.client import popsupport
 from tests.client.support import ended, failing, in_thread, parked, until, waits_of
@@ -92,6 +92,15 @@ def test_task_done_does_not_take_back_what_was_said_of_the_item(
             queue.task_done()
     bench.advance(5)
     assert (taken(queue), len(queue.dead_letters)) == ([b"a"] * left, verb == "reject")
+
+
+def test_ack_of_several_settles_none_if_one_is_not_a_receipt(bench: Bench) -> None:
+    queue = bench.queue()
+    queue.put_many([b"a", b"b"])
+    first, last = bench.broker.pop("jobs", "jobs", 2)
+    with pytest.raises(InvalidReceiptError):
+        bench.broker.ack("jobs", "jobs", [first.receipt, "no", last.receipt])
+    assert queue.counts()["leased"] == 2
 
 
 def test_task_done_is_for_what_the_thread_got_last(bench: Bench) -> None:

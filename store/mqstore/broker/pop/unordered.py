@@ -89,18 +89,18 @@ class UnorderedQueues:
             return 0
         if kernel is not None:
             return tables.settle(route.settled, receipts)
-        done = 0
+        # Several at once are for `ack`: it settles none if one of them is bad, and those of a batch by one record.
+        if len(receipts) != 1 or not tables.journal_end:
+            return 0
         with suppress(InvalidReceiptError):
-            for claim in map(claim_of, receipts):
-                if claim.mark or claim.fifo or claim.queue_id >= len(route.queues) or not tables.journal_end:
-                    break
+            claim = claim_of(receipts[0])
+            if not (claim.mark or claim.fifo) and claim.queue_id < len(route.queues):
                 state = route.queues[claim.queue_id]
                 with state.lock:
-                    if self._batch(state, claim) is None:
-                        break
-                    self.settle(state, [claim])
-                done += 1
-        return done
+                    if self._batch(state, claim) is not None:
+                        self.settle(state, [claim])
+                        return 1
+        return 0
 
     def pop(self, state: QueueState, request: PopRequest, mark: int, out: list[Delivery]) -> bool:
         """Deliver messages until `out` has as many as requested. Return True if there seem to be more."""
