@@ -121,7 +121,7 @@ class Queue(Receiver[queue.Queue[T]], Generic[T]):
     ) -> Task[T]:
         """Get as `mqstore.Queue.get`. If cancelled, it has taken nothing, and another receiver is called. Tasks that
         are `done` are acknowledged each in a call."""
-        wait_s = 0 if not block else None if timeout is None else limit(timeout)
+        wait_s = limit(timeout) if block else 0
         for each in done:
             await each.ack()
         current = self._bridge.check()
