@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-from mqstore.broker.admin.inspect import QueueLag, delay_levels, group_names, pop_view, sections_of, timer_view
+from mqstore.broker.admin.inspect import QueueLag, delay_levels, group_names, sections_of, timer_view
 from mqstore.broker.admin.offline import Offline, look, offline
 from mqstore.broker.context import Tables
 from mqstore.broker.filters import sql92
@@ -88,10 +89,9 @@ class Operations:
             if name is not None:
                 _check_group(opened, name)
                 names = [name]
-            found = sorted(pop_view(opened.tables, opened.tables.clock.now_ms()).suspended.items())
-            failed: dict[str, dict[QueueRef, BlockedQueue]] = {each: {} for each in names}
-            for key, each in found:
-                failed.get(key.group, {})[QueueRef(key.topic, key.queue_id)] = each
+            failed: dict[str, dict[QueueRef, BlockedQueue]] = defaultdict(dict)
+            for key, blocked in sorted(opened._pops.suspended.items()):
+                failed[key.group][QueueRef(key.topic, key.queue_id)] = blocked
             return [_group(opened, each)._replace(suspended=failed[each]) for each in names]
 
     def lag(self, group: str | None = None, topic: str | None = None) -> list[QueueLag]:
