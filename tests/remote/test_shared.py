@@ -20,8 +20,7 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import StoreConfig
-from mqstore.clock import SimulatedClock
+from mqstore import SimulatedClock, StoreConfig
 from mqstore.errors import (
     ConfigError,
     ConnectionLostError,

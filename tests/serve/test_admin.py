@@ -16,7 +16,6 @@ import pytest
 
 import mqstore
 from mqstore import Store, StoreConfig
-from mqstore.contract import Mode
 from mqstore.engine import SimulatedClock
 from tests.serve.support import ORDERS, PULL, PULL_ORDERS, SEND, Client, started
 
@@ -173,9 +172,11 @@ def test_connections_are_those_of_the_last_heartbeats(client: Client) -> None:
 
 
 def test_consumers_of_this_process_are_listed(client: Client, store: Store) -> None:
-    store.broker.members.register("py-1", "billing", {"orders": ("TAG", "a")}, Mode("queue"))
-    answer = value_of(client.ask(203, {"consumerGroup": "billing"}).body)
-    assert client.ask(215, {"topic": "orders"}).code == 16
+    with store.pull_consumer("billing", client_id="py-1") as consumer:
+        consumer.subscribe("orders", tags="a")
+        consumer.poll(timeout=0)  # joins the group
+        answer = value_of(client.ask(203, {"consumerGroup": "billing"}).body)
+        assert client.ask(215, {"topic": "orders"}).code == 16
     [python] = answer["connectionSet"]
     assert (python["clientId"], python["language"]) == ("py-1", "PYTHON")
     assert answer["subscriptionTable"]["orders"]["tagsSet"] == ["a"]

@@ -16,7 +16,6 @@ import pytest
 import mqstore as library
 from examples import shop
 from mqstore import SimulatedClock, StoreConfig
-from mqstore.layout.javahash import index_hash
 from tests.commands import opening
 from tests.log.support import flip
 from tests.tools.support import mqstore, mqstore_json, snapshot
@@ -120,7 +119,10 @@ def test_chosen_unit_is_followed_by_its_record(made: Path) -> None:
 def test_slot_has_the_chain_of_a_key(made: Path) -> None:
     with library.open(made, mode="r") as opened:
         places = [message.physical_offset for message in opened.find("payments", key="o-192")]
-    slot = index_hash("payments#o-192") % SLOTS
+    hashed = 0
+    for letter in b"payments#o-192":  # as `String.hashCode` and `IndexFile.indexKeyHashMethod` do
+        hashed = (hashed * 31 + letter) & 0xFFFFFFFF
+    slot = abs(hashed - (hashed >> 31 << 32)) % SLOTS
 
     header, first, *chain = items(made / FILES["index"], "--offset", slot, "--limit", 999)
 
