@@ -4,9 +4,6 @@
 
 #include <errno.h>
 #include <unistd.h>
-#ifdef __linux__
-#include <sys/vfs.h>
-#endif
 
 /* read_at(fds, positions, sizes) -> the bytes at each position of each file, concatenated; None if a file ends before, or cannot
    be read. All three are int64. The caller has compared the sizes with the files' lengths. */
@@ -49,44 +46,4 @@ failed:
 done:
     let_go(&held);
     return result;
-}
-
-/* Return true if the file system is known to consider the page cache, too, when it is asked for holes. */
-static bool reports_holes(int fd)
-{
-#ifdef __linux__
-    enum { EXT4 = 0xEF53, XFS = 0x58465342, TMPFS = 0x01021994 };
-    struct statfs system;
-    return !fstatfs(fd, &system) && (system.f_type == EXT4 || system.f_type == XFS || system.f_type == TMPFS);
-#else
-    return false;
-#endif
-}
-
-/* data_end(fd, start, end) -> a position in the range after which the file has only holes, and blocks that were allocated but
-   never written. They read as zeros, and reading them would fill the page cache with zeros. `end` if that is not known. */
-PyObject *native_data_end(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    enum { PATIENCE = 1 << 14 }; /* covers a segment with data in every second page. On a full tmpfs reading a hole is SIGBUS */
-    long fd = PyLong_AsLong(args[0]);
-    int64_t start = PyLong_AsLongLong(args[1]), end = PyLong_AsLongLong(args[2]);
-    if (PyErr_Occurred())
-        return NULL;
-    int64_t found = end;
-    PyThreadState *others = PyEval_SaveThread();
-    if (reports_holes((int)fd)) {
-        int64_t last = start, at = start;
-        for (int left = PATIENCE; left && last < end; left--) {
-            int64_t data = lseek((int)fd, (off_t)at, SEEK_DATA);
-            if (data < 0 ? errno == ENXIO : data >= end) {
-                found = last;
-                break;
-            }
-            if (data < 0 || (at = lseek((int)fd, (off_t)data, SEEK_HOLE)) < 0)
-                break;
-            last = at;
-        }
-    }
-    PyEval_RestoreThread(others);
-    return PyLong_FromLongLong(found < end ? found : end);
 }

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from mqstore.errors import StoreFullError, StoreIOError
+from mqstore.files import system
 from mqstore.files.filesystem import REAL, FileSystem, StrPath
 from mqstore.files.segment import LoadProblem, segment_name
 from mqstore.files.segments import SegmentRun
 from mqstore.files.segmentwriter import SegmentWriter
-from mqstore.native import kernel
+from mqstore.files.system import data_end
 from tests.faults import FaultyFileSystem
 from tests.holding import linux_only, mapped_files
-from tests.without import compiled
+from tests.smalldisk import small_disk
 
 SIZE = 16 * 1024  # a few pages
 MIB = 1 << 20
@@ -432,23 +435,31 @@ def test_data_end_is_never_too_low(tmp_path: Path, how: str, synced: bool) -> No
     assert run.data_end(segment, size) == size
 
 
-@compiled
 def test_zeros_that_were_never_written_are_not_read(tmp_path: Path) -> None:
     """They may be most of a segment, and would fill as much memory."""
     run = SegmentWriter(tmp_path / "log", tmp_path / "tmp", 1 << 20)
     segment = run.create(0)
     run.write(0, b"x" * 10_000)
     run.sync(0, 10_000)
-    assert kernel is not None
+    end = run.data_end(segment, 0)
     with open(segment.path, "rb") as file:
-        end = kernel.data_end(file.fileno(), 0, 1 << 20)
-        assert end == run.data_end(segment, 0)
         if os.lseek(file.fileno(), 0, os.SEEK_HOLE) < 1 << 20:  # a file system that tells
             assert end in (12_288, 1 << 20)  # the latter for one that is not believed
-        assert kernel.data_end(file.fileno(), 5000, 6000) == 6000
-    assert kernel.data_end(-1, 5, 100) == 100
-    with pytest.raises(TypeError):
-        kernel.data_end(0, 5)
+        assert data_end(file.fileno(), 5000, 6000) == 6000
+        with patch.object(system, "_HOLES_KNOWN", ()):
+            assert data_end(file.fileno(), 0, 1 << 20) == 1 << 20
+    assert data_end(-1, 5, 100) == 100
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has tmpfs")
+def test_tmpfs_is_asked_for_its_holes(tmp_path: Path) -> None:
+    """When it is full, reading a hole by a mapping ends the process."""
+    with small_disk(tmp_path / "disk", 1 << 20, needs_mount=True) as disk, open(disk / "file", "xb") as file:
+        file.truncate(1 << 19)
+        for position in (0, 5 * 4096, 9 * 4096):
+            os.pwrite(file.fileno(), b"x", position)
+            assert data_end(file.fileno(), 0, 1 << 19) == position + 4096
+        assert data_end(file.fileno(), 6 * 4096, 8 * 4096) == 6 * 4096
 
 
 # --- second names -----------------------------------------------------------------------------------------------------

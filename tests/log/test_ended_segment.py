@@ -15,7 +15,6 @@ from mqstore import Profile, StoreConfig
 from tests.log.support import kill
 from tests.smalldisk import small_disk
 from tests.tools.support import mqstore as command
-from tests.without import compiled
 
 MIB = 1 << 20
 SEGMENT = 4 * MIB  # blocks come in steps from 1 MiB, so most of it is a hole
@@ -134,7 +133,6 @@ def test_follower_in_another_process_passes_the_end(tmp_path: Path, profile: Pro
                 writer.broker.store.dispatch()
 
 
-@compiled  # Python cannot ask whether the file system tells holes from bytes that are not written yet
 def test_no_hole_is_looked_at_on_a_full_disk(tmp_path: Path, profile: Profile) -> None:
     """On a full tmpfs a look at a hole of a mapped file is SIGBUS."""
     with small_disk(tmp_path / "disk", 48 * MIB, needs_mount=True) as disk:

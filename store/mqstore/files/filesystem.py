@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Concatenate, NoReturn, ParamSpec, Protocol, Ty
 
 from mqstore.errors import MQStoreError, StoreIOError, raise_os_error
 from mqstore.files import safe_open, system
-from mqstore.native import kernel
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -213,10 +212,7 @@ class FileSystem:
         """Return a position in [start, end] after which the file system knows only zeros up to `end`.
         They are holes, and blocks never written to. It may be `end` in any case. Moves the descriptor's own
         position."""
-        if kernel is None or start >= end:
-            return end
-        position: int = kernel.data_end(fd, start, end)
-        return position
+        return system.data_end(fd, start, end) if start < end else end
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` bytes of one descriptor's file to the same positions of another, new file.

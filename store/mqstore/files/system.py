@@ -8,6 +8,7 @@ function           Linux                                    elsewhere, or if the
 ``allocate``       ``posix_fallocate``                      False: the caller writes zeros
 ``map_file``       needs no descriptor                      keeps one while the mapping exists, before CPython 3.13
 ``write_back``     ``sync_file_range``                      nothing
+``data_end``       ``lseek``                                the end: nothing is known
 ``advise``         ``madvise``                              False
 ``boot_id``        ``/proc/sys/kernel/random/boot_id``      macOS ``kern.bootsessionuuid``
 =================  =======================================  =====================================================
@@ -35,6 +36,10 @@ DONT_NEED = 4
 """MADV_DONTNEED: empty a mapping. Dirty pages of a file stay dirty."""
 _BEGIN = 2  # SYNC_FILE_RANGE_WRITE: begin, and do not wait
 _MAP_FIXED = 0x10
+_HOLES_KNOWN = frozenset({0xEF53, 0x58465342, 0x01021994})
+"""ext4, xfs and tmpfs: asked for holes, they are known to consider the page cache, too."""
+_PATIENCE = 1 << 14
+"""Covers a segment with data in every second page."""
 
 if sys.platform == "darwin":
     import fcntl
@@ -91,6 +96,7 @@ def _call_of_c(name: str, result: Any, *arguments: Any) -> Any:
 
 _int, _size, _pointer = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
 _sync_file_range = _call_of_c("sync_file_range", _int, _int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_fstatfs = _call_of_c("fstatfs", _int, _int, _pointer)
 _madvise = _call_of_c("madvise", _int, _pointer, _size, _int)
 # A mapping keeps its file alive by itself. Before 3.13 Python also kept a duplicate descriptor in each, which counts
 # against the descriptor limit. Since then it need not.
@@ -111,6 +117,27 @@ def map_file(fd: int, length: int, access: int) -> mmap.mmap:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return mapping
+
+
+def data_end(fd: int, start: int, end: int) -> int:
+    """Return a position in [start, end] after which the file has only holes, and blocks that were never written to.
+    Return `end` if that is not known."""
+    status = (ctypes.c_long * 32)()  # struct statfs, which begins with the type
+    if _fstatfs is None or _fstatfs(fd, status) or status[0] not in _HOLES_KNOWN:
+        return end
+    last = at = start
+    with contextlib.suppress(OSError):
+        for _ in range(_PATIENCE):
+            try:
+                data = os.lseek(fd, at, os.SEEK_DATA)
+            except OSError as error:
+                return last if error.errno == errno.ENXIO else end
+            if data >= end:
+                return last
+            last = at = os.lseek(fd, data, os.SEEK_HOLE)
+            if last >= end:
+                break
+    return end
 
 
 def write_back(fd: int) -> None:
