@@ -357,7 +357,7 @@ class ThreadRun(QueueRun):
         queue = self.queue
         task = queue._get_at_once()
         if task is None:
-            [delivery] = queue._take(1, True, None, None, stop=self._halted)
+            [delivery] = queue._take(1, True, None, queue._visibility_s, stop=self._halted)
             task = Task(self.context, delivery)
         return task
 

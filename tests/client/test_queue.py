@@ -118,6 +118,20 @@ def test_task_done_is_for_what_the_thread_got_last(bench: Bench) -> None:
     assert taken(queue) == [b"b"]
 
 
+def test_get_with_a_visibility_takes_prefetched_items(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = bench.queue()
+    queue.put_many([b"%d" % n for n in range(60)])
+    pop, pops = bench.broker.pop, []
+    monkeypatch.setattr(bench.broker, "pop", lambda *request, **options: pops.append(1) or pop(*request, **options))
+    tasks = [queue.get() for _ in range(30)]
+    usual = len(pops)
+    tasks += [queue.get(visibility=5) for _ in range(30)]
+    assert len(pops) < 2 * usual + 10  # items are prefetched in batches
+    bench.advance(5)
+    assert [task.value for task in tasks] == [b"%d" % n for n in range(60)]
+    assert taken(queue) == [b"%d" % n for n in range(30, 60)]
+
+
 def test_get_acknowledges_tasks_that_are_done(store: Store) -> None:
     queue, other = store.queue("jobs"), store.queue("other")
     queue.put_many([b"1", b"2", b"3", b"4"])
