@@ -41,13 +41,12 @@ from mqstore.client.push.handlers import check_handler, check_has_run
 from mqstore.client.push.workers import Worker, Workers, at_signals
 from mqstore.client.renewal import Held, Renewer
 from mqstore.errors import ConfigError, MQStoreError, QueueShutDown, StoreClosedError
+from mqstore.logger import log as _log
 from mqstore.options import UNIT_MS, Duration, check_whole, seconds
 from mqstore.signalsafe import Bell, Gate, Lock
 
 if TYPE_CHECKING:
     from mqstore.queue import Queue
-
-_log = logging.getLogger("mqstore")
 
 PAUSE_S: Final = 1.0
 """Pause of a loop whose queue failed, because the disk is full or a connection was lost."""

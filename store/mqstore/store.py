@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import inspect
-import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,6 +40,7 @@ from mqstore.log.recovery.report import Finding, RecoveryReport
 from mqstore.log.stats import StoreStats
 from mqstore.log.store import MessageStore
 from mqstore.log.writing.outgoing import Body, OutgoingMessage
+from mqstore.logger import log as _log
 from mqstore.native import Sending, compiled_put
 from mqstore.options import Durability, Duration, Profile, StoreConfig, check_durability, seconds
 from mqstore.queue import Queue, QueueOptions
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from mqstore.log.reading.readonly import ReadOnlyMessageStore
     from mqstore.log.snapshot.copy import SnapshotReport
     from mqstore.serve.thread import ServerThread
-
-_log = logging.getLogger("mqstore")
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

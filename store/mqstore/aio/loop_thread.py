@@ -29,7 +29,6 @@ cache takes some microseconds, less than handing it over. So it is made on the l
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import threading
 import weakref
@@ -45,11 +44,10 @@ from weakref import WeakSet
 from mqstore.errors import StoreClosedError
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.writing.outgoing import Body
+from mqstore.logger import log as _log
 from mqstore.signalsafe import Bell
 from mqstore.store import Store
 from mqstore.threads import start_thread
-
-_log = logging.getLogger("mqstore")
 
 _ROW: Final = 256
 """Number of calls on the loop before others have a turn: about a millisecond."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
-import logging
 import sys
 import threading
 import traceback
@@ -34,9 +33,8 @@ from mqstore.client.push import consumer as pushconsumer
 from mqstore.client.push import workers
 from mqstore.client.push.handlers import check_handler, check_has_run
 from mqstore.client.push.workers import at_signals
+from mqstore.logger import log as _log
 from mqstore.options import Duration, seconds
-
-_log = logging.getLogger("mqstore")
 
 Handler = Callable[..., Any]
 """Function with the parameters of a synchronous handler. Called on the loop, its result awaited."""

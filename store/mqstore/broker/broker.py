@@ -13,7 +13,6 @@ documents its operations. The others are administration.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -67,11 +66,10 @@ from mqstore.log.stats import StoreStats
 from mqstore.log.store import MessageStore
 from mqstore.log.writing.outgoing import Body, OutgoingMessage
 from mqstore.log.writing.writer import RecordOptions
+from mqstore.logger import log as _log
 from mqstore.native import Sending, compiled_put, kernel
 from mqstore.options import Durability, Duration, milliseconds, seconds
 from mqstore.signalsafe import check_holds_none
-
-_log = logging.getLogger("mqstore")
 
 Result = TypeVar("Result")
 

@@ -12,7 +12,6 @@ topics that were deleted and created again). A read never blocks, and changes on
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -27,12 +26,11 @@ from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError, O
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message, stored_bytes
 from mqstore.log.reading.reader import Bound, GetStatus
+from mqstore.logger import log as _log
 from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
     from mqstore.broker.context import Tables
-
-_log = logging.getLogger("mqstore")
 
 Start = Literal["earliest", "latest"] | datetime
 """Start of a group without a committed offset: a word, or the earliest store time of a message (aware)."""

@@ -17,7 +17,6 @@ take at most twice their size in the log, however many wait.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 
 from mqstore import arrays as np
@@ -25,9 +24,9 @@ from mqstore.broker.context import Parts, Tables, kept_for_consumers
 from mqstore.broker.service import BackgroundService, Pin, Roller, oldest_of
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, VOID
 from mqstore.log.reading.reader import StoreReader
+from mqstore.logger import log as _log
 from mqstore.options import Retention
 
-_log = logging.getLogger("mqstore")
 _INTERVAL_MS = 10_000
 _CHUNK_UNITS = 256
 _ROLL_STEP = 500

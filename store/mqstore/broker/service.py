@@ -13,7 +13,6 @@ Each mechanism gets a function `wake` for "something may be due before my next r
 from __future__ import annotations
 
 import gc
-import logging
 import math
 import threading
 from collections.abc import Callable, Iterable
@@ -24,10 +23,9 @@ from typing import NamedTuple
 
 from mqstore import arrays as np
 from mqstore.clock import Clock
+from mqstore.logger import log as _log
 from mqstore.signalsafe import Bell, Lock
 from mqstore.threads import start_thread
-
-_log = logging.getLogger("mqstore")
 
 Wake = Callable[[], None]
 

@@ -26,7 +26,6 @@ is no longer due at that time is ignored.
 from __future__ import annotations
 
 import heapq
-import logging
 import math
 import threading
 from collections import OrderedDict, deque
@@ -39,12 +38,11 @@ from mqstore import arrays as np
 from mqstore.broker.service import BackgroundService, Wake
 from mqstore.errors import ConfigError, StoreBusyError, StoreClosedError
 from mqstore.log.reading.tagfilter import UnitFilter
+from mqstore.logger import log as _log
 from mqstore.signalsafe import Bell, Lock
 
 if TYPE_CHECKING:
     from mqstore.broker.context import Parts
-
-_log = logging.getLogger("mqstore")
 
 ANY_QUEUE = -1
 """Queue id that means any queue of the topic."""

@@ -19,7 +19,6 @@ itself.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from types import TracebackType
@@ -36,10 +35,9 @@ from mqstore.contract import Delivery as Popped
 from mqstore.errors import ConfigError, MQStoreError, ReceiptExpiredError
 from mqstore.layout.properties import RETRY_TOPIC
 from mqstore.log.message import Message
+from mqstore.logger import log as _log
 from mqstore.native import kernel
 from mqstore.options import Duration, seconds
-
-_log = logging.getLogger("mqstore")
 
 
 class _Shown(Message):

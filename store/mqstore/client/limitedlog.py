@@ -11,7 +11,6 @@ one.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -21,9 +20,8 @@ from typing import Final
 from mqstore.clock import Clock, SystemClock
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
+from mqstore.logger import log as _log
 from mqstore.signalsafe import Lock
-
-_log = logging.getLogger("mqstore")
 
 EVERY_MS: Final = 10_000
 _KINDS_MAX: Final = 1_000

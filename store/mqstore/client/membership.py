@@ -25,9 +25,8 @@ from mqstore.client.allocation import Strategy, name_of
 from mqstore.contract import BrokerContract, Event, Mode, RetryPolicy, Subscriptions
 from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef
+from mqstore.logger import log as _log
 from mqstore.signalsafe import Lock
-
-_log = logging.getLogger("mqstore")
 
 _CLIENT_ID = re.compile(r"[a-zA-Z0-9_.@#-]{1,120}")
 

@@ -11,7 +11,6 @@ Queues have no owner, so nothing is shared out. The holder of a delivery settles
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 from collections.abc import Callable, Container, Mapping
@@ -24,10 +23,9 @@ from mqstore.client.waits import Waits
 from mqstore.contract import MAX_BATCH, BrokerContract, Delivery, Filter, Mode, RetryPolicy, Start, Subscriptions
 from mqstore.errors import ConfigError, MQStoreError, StoreClosedError, TopicNotFoundError
 from mqstore.log.commitlog import QueueRef
+from mqstore.logger import log as _log
 from mqstore.options import milliseconds
 from mqstore.signalsafe import Lock
-
-_log = logging.getLogger("mqstore")
 
 Topics = list[tuple[str, Filter | None]]
 

@@ -14,7 +14,6 @@ and no messages that it did not hand out. So a process may stop between two call
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,10 +32,9 @@ from mqstore.contract import BrokerContract, RetryPolicy, Start
 from mqstore.contract import Delivery as Popped
 from mqstore.errors import ConfigError, MQStoreError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
+from mqstore.logger import log as _log
 from mqstore.options import Duration, check_whole, seconds
 from mqstore.signalsafe import Lock
-
-_log = logging.getLogger("mqstore")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,16 +15,14 @@ it looked.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 from mqstore.contract import BrokerContract, Filter, Waiter
+from mqstore.logger import log as _log
 from mqstore.signalsafe import Bell, Lock
-
-_log = logging.getLogger("mqstore")
 
 Topics = Iterable[tuple[str, Filter | None]]
 

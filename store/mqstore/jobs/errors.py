@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -18,9 +17,9 @@ from types import TracebackType
 
 from mqstore.errors import CorruptStoreError, MQStoreError, StoreIOError
 from mqstore.log.reading.prefetch import stay_alone
+from mqstore.logger import log as _log
 
 _HIDE = "SPARK_HIDE_TRACEBACK"
-_log = logging.getLogger("mqstore")
 _told: set[str] = set()
 _settled = 0
 """Number of imported modules when `settle` last did something."""

@@ -14,7 +14,6 @@ may see a bundle twice after a crash.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -44,9 +43,8 @@ from mqstore.log.bulk.txn import read_txn
 from mqstore.log.commitlog import ALLOWANCE
 from mqstore.log.manifest import MANIFEST, NOT_YET
 from mqstore.log.store import MessageStore
+from mqstore.logger import log as _log
 from mqstore.options import StoreConfig
-
-_log = logging.getLogger("mqstore")
 
 _INBOX: Final = "inbox"
 _OURS: Final = frozenset({STAGING, MEMBERS, "lock", SET_FILE, SET_FILE + ".bak", SET_FILE + ".tmp"})

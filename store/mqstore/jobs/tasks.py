@@ -6,7 +6,6 @@ meanwhile: `failOnDataLoss` is applied here (spark#stream).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import groupby
@@ -18,8 +17,7 @@ from mqstore.jobs.errors import of_store
 from mqstore.jobs.opening import StoreName, open_sliced, opened
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.plan import LogSlice, QueueSlice, Slice, is_wanted
-
-_log = logging.getLogger("mqstore")
+from mqstore.logger import log as _log
 
 
 def policy_of(options: SourceOptions) -> Policy:

@@ -7,7 +7,6 @@ The `abort` mark is set before the first change. If opening fails on a file that
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -35,8 +34,7 @@ from mqstore.log.recovery.report import Finding, RecoveryReport
 from mqstore.log.recovery.scanner import written_end
 from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.room import give_up_room
-
-_log = logging.getLogger("mqstore")
+from mqstore.logger import log as _log
 
 
 def report_renamed(report: RecoveryReport, places: Mapping[str, int], surplus: RecoveryReport) -> None:

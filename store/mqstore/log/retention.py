@@ -6,7 +6,6 @@ messages deleted to make room for it would be lost in vain.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Collection
 from contextlib import suppress
@@ -22,10 +21,9 @@ from mqstore.log.commitlog import CommitLog
 from mqstore.log.reading.deleted import remove_queues, save_deleted
 from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.background import AHEAD_MS, Checkpointer
+from mqstore.logger import log as _log
 from mqstore.options import Retention, seconds
 from mqstore.signalsafe import Lock
-
-_log = logging.getLogger("mqstore")
 
 
 class Retainer:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_log = logging.getLogger("mqstore")
+from mqstore.logger import log as _log
 
 _BUCKETS = 40
 

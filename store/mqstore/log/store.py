@@ -14,7 +14,6 @@ The class is long because it documents every call of a store without consumers.
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import threading
 import weakref
@@ -46,6 +45,7 @@ from mqstore.log.writing.room import Room
 from mqstore.log.writing.syncs import LogSyncs
 from mqstore.log.writing.wakeups import PagePrefetch, Wakeups
 from mqstore.log.writing.writer import LogWriter
+from mqstore.logger import log as _log
 from mqstore.native import Sending, compiled_put
 from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig, check_durability, seconds
 from mqstore.threads import start_thread
@@ -53,7 +53,6 @@ from mqstore.threads import start_thread
 if TYPE_CHECKING:
     from mqstore.log.recovery.verify import Verifier
 
-_log = logging.getLogger("mqstore")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

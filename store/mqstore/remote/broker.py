@@ -15,7 +15,6 @@ After a new connection members, checks and news are registered again, before any
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import queue
 import secrets
@@ -40,6 +39,7 @@ from mqstore.errors import ConnectionLostError, MQStoreError, NotPermittedError,
 from mqstore.files.filesystem import REAL
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
+from mqstore.logger import log as _log
 from mqstore.options import Duration, StoreConfig
 from mqstore.remote.connection import Connection
 from mqstore.remote.letters import RemoteLetters
@@ -53,8 +53,6 @@ from mqstore.version import VERSION
 
 if TYPE_CHECKING:
     import ssl
-
-_log = logging.getLogger("mqstore")
 
 T = TypeVar("T")
 

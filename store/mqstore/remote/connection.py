@@ -22,7 +22,6 @@ Whatever interrupts sending or reading, as Ctrl-C does, ends the line, because t
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import threading
@@ -35,6 +34,7 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
 from mqstore.errors import ConnectionLostError, FormatError, MQStoreError, StoreClosedError
+from mqstore.logger import log as _log
 from mqstore.remote.dialing import address_of, dialed, limited
 from mqstore.remote.line import Answered, Line, NotSentError, Waiting
 from mqstore.remoting.codes import GO_AWAY
@@ -44,8 +44,6 @@ from mqstore.signalsafe import Bell, Lock
 
 if TYPE_CHECKING:
     import ssl
-
-_log = logging.getLogger("mqstore")
 
 Pack = Callable[[list[Any]], tuple[Frame, Answered]]
 """Function that makes one call of gathered ones."""

@@ -23,12 +23,11 @@ from typing import Any, Final
 
 from mqstore.errors import ConfigError
 from mqstore.files.filesystem import REAL
+from mqstore.logger import log as _log
 from mqstore.remote.shared import FAILED, READY
 from mqstore.serve.listening import new_loop, unix_path
 from mqstore.serve.server import Server
 from mqstore.store import Store
-
-_log = logging.getLogger("mqstore")
 
 _LOG_BYTES_MAX: Final = 1 << 20
 _CLOSING_S: Final = 5.0

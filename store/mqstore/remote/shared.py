@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import logging
 import os
 import pickle
 import random
@@ -49,11 +48,10 @@ from mqstore.files.lock import refuse_beside_writer
 from mqstore.files.safe_open import resolved
 from mqstore.layout.jsontext import decode
 from mqstore.log import manifest
+from mqstore.logger import log as _log
 from mqstore.options import Durability, Duration, Profile, StoreConfig, check_durability, seconds
 from mqstore.remote.dialing import announced, dialed
 from mqstore.remote.store import RemoteStore
-
-_log = logging.getLogger("mqstore")
 
 READY: Final = b"ready\n"
 FAILED: Final = b"\0failed\n"

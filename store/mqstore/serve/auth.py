@@ -19,7 +19,6 @@ does not name is for administrators.
 from __future__ import annotations
 
 import hmac
-import logging
 import os
 import stat
 import tomllib
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mqstore.broker.names import DLQ_PREFIX, RETRY_PREFIX
 from mqstore.errors import ConfigError, NotPermittedError
+from mqstore.logger import log as _log
 from mqstore.remoting.codes import DEFAULT_TOPIC, Code
 from mqstore.remoting.shapes import dumps, loads, read_body
 from mqstore.remoting.signing import ACCESS_KEY, SIGNATURE, bytes_of, signature_of
@@ -37,8 +37,6 @@ from mqstore.remoting.signing import ACCESS_KEY, SIGNATURE, bytes_of, signature_
 if TYPE_CHECKING:
     from mqstore.remoting.frames import Frame
     from mqstore.serve.connection import Call
-
-_log = logging.getLogger("mqstore")
 
 Needs = Iterator[tuple[str, str]]
 """Rights, as ("pub", topic), ("sub", topic), ("any", topic) or ("group", name)."""

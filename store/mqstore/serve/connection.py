@@ -9,7 +9,6 @@ block can hold a thousand. Nobody else is slowed down.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -17,12 +16,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from mqstore.errors import FormatError
+from mqstore.logger import log as _log
 from mqstore.remoting.frames import ONE_WAY, RESPONSE, Frame, FrameReader, encode
 
 if TYPE_CHECKING:
     from mqstore.serve.server import Server
-
-_log = logging.getLogger("mqstore")
 
 Body = bytes | memoryview
 """Body of an answer. A view is sent, or copied, before the call that answers returns."""

@@ -11,7 +11,6 @@ stay in order.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from mqstore.broker.names import RETRY_PREFIX, SCHEDULE_TOPIC, TIMER_TOPIC, is_retry_topic, retry_topic
 from mqstore.errors import MQStoreError, StoreBusyError
 from mqstore.layout.properties import DELAY
+from mqstore.logger import log as _log
 from mqstore.remoting.codes import DEFAULT_TOPIC, Code
 from mqstore.remoting.shapes import loads
 from mqstore.serve.registry import consumers_of
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from mqstore.broker.broker import Broker
     from mqstore.serve.connection import Call
     from mqstore.serve.server import Server
-
-_log = logging.getLogger("mqstore")
 
 _QUEUES_MAX: Final = 8
 """Queues of a topic that a send creates: RocketMQ's limit, whatever the producer asks for."""

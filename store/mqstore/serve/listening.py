@@ -19,7 +19,6 @@ import errno
 import hashlib
 import ipaddress
 import json
-import logging
 import os
 import socket
 import ssl
@@ -33,13 +32,12 @@ from typing import TYPE_CHECKING, Final
 
 from mqstore.errors import ConfigError
 from mqstore.files.filesystem import free_descriptors
+from mqstore.logger import log as _log
 from mqstore.serve.connection import Connection, endpoint_of
 from mqstore.version import VERSION
 
 if TYPE_CHECKING:
     from mqstore.serve.server import Server
-
-_log = logging.getLogger("mqstore")
 
 Address = tuple[str, int]
 """Host and port. Port 0 is any free one."""

@@ -7,16 +7,15 @@ every client waits meanwhile. Labels are codes of requests and answers, so the n
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from mqstore.logger import log as _log
+
 if TYPE_CHECKING:
     from mqstore.serve.listening import Address
     from mqstore.serve.server import Server
-
-_log = logging.getLogger("mqstore")
 
 _TICK_S: Final = 1.0
 _LAG_S: Final = 0.1

@@ -9,17 +9,15 @@ A heartbeat is never refused, because clients have no way to show that. As in Ro
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from mqstore.logger import log as _log
 from mqstore.remoting.shapes import read_body
 
 if TYPE_CHECKING:
     from mqstore.serve.connection import Connection
-
-_log = logging.getLogger("mqstore")
 
 EXPIRES_S: Final = 120
 """Seconds without a heartbeat after which a client is gone."""

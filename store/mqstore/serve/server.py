@@ -11,7 +11,6 @@ the engine reach the loop by `post`, whose calls are collected, with one wake-up
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import ssl
 import threading
@@ -39,6 +38,7 @@ from mqstore.errors import (
     StoreBusyError,
     StoreClosedError,
 )
+from mqstore.logger import log as _log
 from mqstore.remoting.calls import code_of, error_body, is_known
 from mqstore.remoting.codes import GO_AWAY, NOT_SUPPORTED, Code, values_of
 from mqstore.remoting.frames import FRAME_BYTES_MAX, ONE_WAY, Frame
@@ -53,8 +53,6 @@ from mqstore.serve.short import FORMS
 
 if TYPE_CHECKING:
     from mqstore.broker.broker import Broker
-
-_log = logging.getLogger("mqstore")
 
 Result = TypeVar("Result")
 Handler = Callable[["Server", Call], None]

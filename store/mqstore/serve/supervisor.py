@@ -12,7 +12,6 @@ section 14.4). The parent opens no store and starts no thread, so a child begins
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
@@ -22,9 +21,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Final
 
+from mqstore.logger import log as _log
 from mqstore.serve.listening import close
-
-_log = logging.getLogger("mqstore")
 
 _PAUSE_S: Final = 0.2
 _PAUSE_S_MAX: Final = 10.0

@@ -9,7 +9,6 @@ The thread is a daemon: a program that ends closes its stores first, and they cl
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import threading
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from mqstore.closing import Closing
+from mqstore.logger import log as _log
 from mqstore.serve.listening import new_loop, parsed_address, refuse_other_machines, unix_path
 from mqstore.serve.server import Server
 from mqstore.signalsafe import Future, check_holds_none
@@ -26,7 +26,6 @@ from mqstore.signalsafe import Future, check_holds_none
 if TYPE_CHECKING:
     from mqstore.broker.broker import Broker
 
-_log = logging.getLogger("mqstore")
 _running: WeakSet[ServerThread] = WeakSet()
 
 

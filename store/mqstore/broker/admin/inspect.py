@@ -27,7 +27,6 @@ The value of the `broker` member of `mqstore inspect --json`, times in ms since 
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -88,8 +87,6 @@ from mqstore.layout.properties import (
 )
 from mqstore.log.message import Message
 from mqstore.log.reading.reader import StoreReader
-
-_log = logging.getLogger("mqstore")
 
 _LOOKS = 3
 """Maximum number of attempts to read files that a writer may remove meanwhile."""

@@ -16,7 +16,6 @@ a pop has only prefetched do not count.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -41,6 +40,7 @@ from mqstore.broker.retention import physical_of
 from mqstore.broker.service import BackgroundService
 from mqstore.layout.consumequeue import UNIT_BYTES, count_messages
 from mqstore.layout.properties import REAL_TOPIC
+from mqstore.logger import log as _log
 from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from mqstore.broker.transactions.service import Transactions
     from mqstore.log.reading.reader import StoreReader
     from mqstore.log.stats import StoreStats
-
-_log = logging.getLogger("mqstore")
 
 
 class Lag(NamedTuple):

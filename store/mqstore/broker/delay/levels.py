@@ -26,7 +26,6 @@ step. So a machine that crashes again and again within ten seconds repeats a mes
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,10 +46,9 @@ from mqstore.layout.consumequeue import LAST_ADDRESS, is_message
 from mqstore.log.message import Message
 from mqstore.log.reading.reader import StoreReader
 from mqstore.log.writing.outgoing import Copy
+from mqstore.logger import log as _log
 from mqstore.native import kernel
 from mqstore.threads import breathe
-
-_log = logging.getLogger("mqstore")
 
 _STEP_UNITS = 2048
 """Number of messages in one `run_once`: some ms, after which other services get their turn."""

@@ -41,7 +41,6 @@ The class is long because placing, delivering, rolling and saving move one progr
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import Final
 
@@ -68,10 +67,9 @@ from mqstore.errors import InvalidMessageError
 from mqstore.layout.javahash import tag_hash
 from mqstore.layout.properties import REAL_QID, REAL_TOPIC, TIMER_DEL_UNIQKEY, TIMER_OUT_MS
 from mqstore.log.message import Message
+from mqstore.logger import log as _log
 from mqstore.signalsafe import Lock
 from mqstore.threads import breathe
-
-_log = logging.getLogger("mqstore")
 
 _STEP: Final = 1_000
 """Maximum number of messages placed, and of messages read, in one step: ten to seventy milliseconds.

@@ -9,7 +9,6 @@ lost          its record is damaged, or was deleted by retention: counted and lo
 
 from __future__ import annotations
 
-import logging
 import sys
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -47,8 +46,7 @@ from mqstore.layout.properties import (
 )
 from mqstore.log.manifest import Manifest
 from mqstore.log.message import Message
-
-_log = logging.getLogger("mqstore")
+from mqstore.logger import log as _log
 
 _ROLLED_WITHOUT: Final = frozenset({DELAY, CRC32})
 _DELIVERED_WITHOUT: Final = TIMER_NAMES | {REAL_TOPIC, REAL_QID} | _ROLLED_WITHOUT

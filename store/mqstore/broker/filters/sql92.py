@@ -23,7 +23,6 @@ Hostile text costs little: length and nesting are limited, every token is read o
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -42,11 +41,10 @@ from mqstore.broker.filters.sqltokens import (
     parse_long,
 )
 from mqstore.errors import EvaluationError, FilterError
+from mqstore.logger import log as _log
 
 if TYPE_CHECKING:
     from mqstore.log.message import Message
-
-_log = logging.getLogger("mqstore")
 
 MAX_LENGTH = 65_536
 """Maximum number of characters of an expression."""

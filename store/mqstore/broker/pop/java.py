@@ -34,7 +34,6 @@ Two kinds of deliveries are not seen: those that were only in the memory of a Ja
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -51,8 +50,7 @@ from mqstore.layout.properties import REAL_QID, REAL_TOPIC, TAGS, TIMER_DELIVER_
 from mqstore.log.message import Message
 from mqstore.log.names import is_path_safe
 from mqstore.log.reading.tagfilter import TagFilter
-
-_log = logging.getLogger("mqstore")
+from mqstore.logger import log as _log
 
 _REVIVE_PREFIX: Final = "rmq_sys_REVIVE_LOG_"
 """Prefix of a revive topic's name, before the name of the cluster."""

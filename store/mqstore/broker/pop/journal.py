@@ -18,7 +18,6 @@ released, its next pop is appended to the log, because the log has it as release
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 from contextlib import suppress
@@ -32,12 +31,11 @@ from mqstore.broker.pop.state import QueueState
 from mqstore.broker.service import Wake
 from mqstore.errors import FormatError, MQStoreError
 from mqstore.layout.jsontext import decode
+from mqstore.logger import log as _log
 from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
     from mqstore.broker.pop.tables import PopTables
-
-_log = logging.getLogger("mqstore")
 
 ENTRY_ROOM: Final = 512
 """The journal is full if it has less room than this, which suffices for most entries."""

@@ -8,7 +8,6 @@ before a reset for later ones.
 from __future__ import annotations
 
 import json
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
@@ -27,8 +26,8 @@ from mqstore.log.message import Message
 from mqstore.log.reading.reader import StoreReader
 from mqstore.log.recovery.report import Finding
 from mqstore.log.store import MessageStore
+from mqstore.logger import log as _log
 
-_log = logging.getLogger("mqstore")
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 
 POP: Final = "ck"

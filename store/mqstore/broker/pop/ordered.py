@@ -16,7 +16,6 @@ messages of the last batch are settled, and until when the others are invisible 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 
 from mqstore.broker.filters.filter import Filter
@@ -29,8 +28,7 @@ from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.redelivery.attempt_journal import PROCESS_ENDED
 from mqstore.errors import InvalidMessageError, InvalidReceiptError
 from mqstore.log.message import Message, stored_bytes
-
-_log = logging.getLogger("mqstore")
+from mqstore.logger import log as _log
 
 _RETRY_MS = 1_000
 """Number of ms after which a failed dead-lettering is tried again."""

@@ -19,7 +19,6 @@ A FIFO batch that only the file has gets a new `ck`, because acknowledgements na
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -35,8 +34,7 @@ from mqstore.broker.pop.state import MAX_BATCH, QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.redelivery.attempt_journal import PROCESS_ENDED, Address, AttemptJournal
 from mqstore.errors import MQStoreError
-
-_log = logging.getLogger("mqstore")
+from mqstore.logger import log as _log
 
 
 class Replay:

@@ -6,7 +6,6 @@ is then marked `gone` for threads that waited for its lock.
 
 from __future__ import annotations
 
-import logging
 import mmap
 from collections.abc import Callable, Container, Iterator, Sequence
 from heapq import heappop, heappush
@@ -32,13 +31,12 @@ from mqstore.errors import MQStoreError
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.writing.log_tail import LogTail, QueueTail
+from mqstore.logger import log as _log
 from mqstore.native import kernel
 from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
     from mqstore.broker.pop.routes import Route
-
-_log = logging.getLogger("mqstore")
 
 DeadLetter = Callable[..., object]
 """Signature of `Retries.dead_letter(message, group, reason, *, origin_topic, reconsume_times)`."""

@@ -12,7 +12,6 @@ and `rev` the message is copied once more. Nothing else happens twice, and nothi
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -32,10 +31,9 @@ from mqstore.errors import InvalidMessageError, InvalidReceiptError
 from mqstore.layout.properties import DELAY, FIRST_POP_TIME, NAME_END, PAIR_END, TIMER_DELIVER_MS, encode_properties
 from mqstore.log.message import Message, stored_bytes
 from mqstore.log.writing.outgoing import Copy
+from mqstore.logger import log as _log
 from mqstore.native import kernel
 from mqstore.options import milliseconds
-
-_log = logging.getLogger("mqstore")
 
 _COPIES = 256
 """Maximum number of messages that are copied together: some two milliseconds. More together are not faster."""

@@ -27,7 +27,6 @@ a handler at a time, so that the message that kills the process uses no attempt 
 from __future__ import annotations
 
 import json
-import logging
 import os
 from array import array
 from collections import deque
@@ -47,9 +46,8 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import save_json
 from mqstore.layout.jsontext import decode
 from mqstore.log.message import Message
+from mqstore.logger import log as _log
 from mqstore.signalsafe import Lock
-
-_log = logging.getLogger("mqstore")
 
 _SUSPECTS: Final = "suspects.json"
 

@@ -23,7 +23,6 @@ A replay sends each dead letter to its own group, in a retry topic which that gr
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -64,9 +63,8 @@ from mqstore.layout.properties import (
     WAIT,
 )
 from mqstore.log.message import Message
+from mqstore.logger import log as _log
 from mqstore.options import milliseconds
-
-_log = logging.getLogger("mqstore")
 
 _MARKS: Final = (
     *TIMER_MARKS,

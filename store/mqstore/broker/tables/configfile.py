@@ -11,7 +11,6 @@ power cut the log may end earlier. Then its backup, the last synced save, is loa
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -20,13 +19,12 @@ from mqstore.errors import ReadOnlyStoreError
 from mqstore.files.jsonfile import EncodedEntry, FileState, encode_entry, load_json, save_json, sync_json
 from mqstore.files.lock import refusal_to_reader
 from mqstore.log.recovery.queueends import LOG_END
+from mqstore.logger import log as _log
 from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
     from mqstore.log.reading.reader import StoreReader
     from mqstore.log.store import MessageStore
-
-_log = logging.getLogger("mqstore")
 
 QUICK_MS: Final = 100
 """Number of ms from a change of offsets to the quick save that includes it."""

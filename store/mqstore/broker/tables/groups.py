@@ -15,7 +15,6 @@ exponential  initial * multiplier ** r         initial * multiplier ** (attempt-
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal
@@ -24,12 +23,11 @@ from mqstore.broker.names import check_group, is_system_group
 from mqstore.broker.tables.configfile import NOTHING, ConfigTable, data_version, entries, member, object_member
 from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError
 from mqstore.log.reading.reader import StoreReader
+from mqstore.logger import log as _log
 from mqstore.options import DEFAULT_DELAY_LEVELS, UNIT_MS, Duration, delay_table_ms, milliseconds
 
 _FORBIDDEN_READ = 1 << 2
 """Bit of a forbidden mask that stops reads of a topic. RocketMQ's other bits have no effect here."""
-
-_log = logging.getLogger("mqstore")
 
 _FOR_EVER = 0x7FFF_FFFF
 # RocketMQ limits the exponent, so that the number stays finite. The maximum delay is reached long before.

@@ -8,7 +8,6 @@ uses a file; the next one reloads it.
 
 from __future__ import annotations
 
-import logging
 import shlex
 from collections.abc import Callable, Iterable
 from operator import index
@@ -18,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 from mqstore.broker.tables.configfile import ConfigFile
 from mqstore.errors import ConfigError, CorruptStoreError
 from mqstore.log.commitlog import QueueRef
+from mqstore.logger import log as _log
 from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
     from mqstore.log.reading.reader import StoreReader
-
-_log = logging.getLogger("mqstore")
 
 LOCAL_OFFSETS = "local_offsets"
 """Folder of a store for the clients of its writer."""

@@ -27,7 +27,6 @@ producer answers None and calls `end` later. Lock order: one half's lock, then t
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -72,12 +71,11 @@ from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.writing.outgoing import Body, flat_body, user_properties
 from mqstore.log.writing.writer import RecordOptions, fields_of
+from mqstore.logger import log as _log
 from mqstore.options import Durability, Duration, Retention, milliseconds, seconds
 from mqstore.signalsafe import Lock
 
 __all__ = ["NOT_ASKED", "NobodyAsked", "Outcome", "TransactionHandle", "Transactions"]
-
-_log = logging.getLogger("mqstore")
 
 _IMMUNITY_MAX_S: Final = 366 * 86_400
 _RETURN_MS: Final = 600_000

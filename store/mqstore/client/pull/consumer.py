@@ -15,7 +15,6 @@ The file is long because polls, assignment, seeks and commits change the same po
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,10 +35,9 @@ from mqstore.errors import ConfigError, MQStoreError, NotPermittedError, StoreCl
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.log.writing.log_tail import as_queue
+from mqstore.logger import log as _log
 from mqstore.options import Durability, Duration, check_whole, seconds
 from mqstore.signalsafe import Bell, Lock
-
-_log = logging.getLogger("mqstore")
 
 REBALANCE_MS: Final = 20_000
 """Time between rebalances without news of a change."""

@@ -10,7 +10,6 @@ Each queue has four offsets::
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Final
@@ -29,9 +28,8 @@ from mqstore.errors import (
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.log.writing.log_tail import as_queue
+from mqstore.logger import log as _log
 from mqstore.signalsafe import Lock
-
-_log = logging.getLogger("mqstore")
 
 _PASSES: Final = 8
 """Number of times that one look goes over queues whose filters pass nothing."""

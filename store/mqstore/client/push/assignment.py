@@ -42,9 +42,8 @@ from mqstore.errors import (
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.log.writing.log_tail import as_queue
+from mqstore.logger import log as _log
 from mqstore.signalsafe import Lock
-
-_log = logging.getLogger("mqstore")
 
 REBALANCE_MS = 20_000
 LOOK_FAILED_MS = PULL_FAILED_MS = 1_000

@@ -18,7 +18,6 @@ The class is long because it documents and checks all options. The classes of th
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import threading
@@ -59,10 +58,9 @@ from mqstore.contract import AttemptNotes, BlockedQueue, BrokerContract, Mode, R
 from mqstore.errors import ConfigError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
+from mqstore.logger import log as _log
 from mqstore.options import Duration, check_whole, seconds
 from mqstore.signalsafe import Gate, Lock, check_holds_none
-
-_log = logging.getLogger("mqstore")
 
 _SAMPLE_MS = 10_000
 

@@ -16,7 +16,6 @@ code, in an order that a test chooses.
 from __future__ import annotations
 
 import heapq
-import logging
 import signal
 import sys
 import threading
@@ -36,9 +35,8 @@ from mqstore.broker.redelivery.attempt_journal import NONE, UNREAD
 from mqstore.client.push.handlers import Decision
 from mqstore.clock import Clock
 from mqstore.log.message import Message
+from mqstore.logger import log as _log
 from mqstore.signalsafe import Bell, Condition, Lock
-
-_log = logging.getLogger("mqstore")
 
 LOOK_MS = 500
 """Time between two checks that work without a thread has not ended."""

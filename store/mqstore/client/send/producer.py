@@ -54,10 +54,9 @@ from mqstore.errors import (
 from mqstore.layout.record import COMPRESSED, COMPRESSION_ZLIB
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.writing.outgoing import Body, OutgoingMessage
+from mqstore.logger import log as _log
 from mqstore.options import Durability, Duration, check_whole, seconds
 from mqstore.signalsafe import Future, Gate, Lock
-
-_log = logging.getLogger("mqstore")
 
 _BUSY_S: Final = 0.01
 _BUSY_MAX_S: Final = 1.0

@@ -18,7 +18,6 @@ without room write everything, in the calling thread.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -26,10 +25,9 @@ from typing import Generic, TypeVar
 
 from mqstore.clock import Clock
 from mqstore.errors import StoreClosedError
+from mqstore.logger import log as _log
 from mqstore.signalsafe import Condition, Lock
 from mqstore.threads import HoldingBell, start_thread
-
-_log = logging.getLogger("mqstore")
 
 _LOOK_S = 0.25
 """Time after which a waiting thread checks that the wait still makes sense."""

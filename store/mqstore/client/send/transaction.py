@@ -23,7 +23,6 @@ checker but a `GroupChecks`, which knows the transactions of this process:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from types import TracebackType
 from typing import Literal, Unpack
@@ -34,9 +33,8 @@ from mqstore.errors import FlushTimeoutError, MQStoreError, TransactionStateErro
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.writing.outgoing import Body, OutgoingMessage
+from mqstore.logger import log as _log
 from mqstore.signalsafe import Lock
-
-_log = logging.getLogger("mqstore")
 
 Checker = Callable[[Message], bool | None]
 """Function that returns True if this half message's transaction was committed, False if rolled back.

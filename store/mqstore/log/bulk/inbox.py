@@ -27,7 +27,6 @@ The broker creates the topics of a bundle. Without a broker, they are saved for 
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -55,8 +54,8 @@ from mqstore.log.bulk.txn import is_app
 from mqstore.log.names import check_topic, is_path_safe
 from mqstore.log.stats import TaskErrors
 from mqstore.log.store_files import StoreParts
+from mqstore.logger import log as _log
 
-_log = logging.getLogger("mqstore")
 _REFUSED = "refused"
 _DONE = "_done-"
 _QUEUES_MAX = 16_384

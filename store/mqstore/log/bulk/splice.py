@@ -25,7 +25,6 @@ other bytes beyond S. With numpy, queue offsets, physical offsets, times and che
 
 from __future__ import annotations
 
-import logging
 import queue
 import zlib
 from collections import Counter
@@ -61,10 +60,10 @@ from mqstore.log.writing.log_tail import QueueRef
 from mqstore.log.writing.syncs import LogSyncs
 from mqstore.log.writing.wakeups import Wakeups
 from mqstore.log.writing.writer import LogWriter
+from mqstore.logger import log as _log
 from mqstore.native import crc32c, kernel
 from mqstore.signalsafe import Lock
 
-_log = logging.getLogger("mqstore")
 _BUFFERS = 4
 """Windows in memory: one being read, one being prepared, one waiting and one being written."""
 _REMEMBERED = 8 << 20

@@ -11,7 +11,6 @@ The file is saved before the queue files are deleted, so the next opening for wr
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -20,12 +19,11 @@ from typing import TYPE_CHECKING, Any, Final
 from mqstore.errors import CorruptStoreError, StoreIOError
 from mqstore.files.jsonfile import load_json, save_json
 from mqstore.log.consumequeue import QueueTable
+from mqstore.logger import log as _log
 
 if TYPE_CHECKING:
     from mqstore.log.store_files import StoreParts
 
-
-_log = logging.getLogger("mqstore")
 
 DELETED_FILE: Final = "config/deletedTopics.json"
 

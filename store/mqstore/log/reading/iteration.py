@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Generator, Iterable, Iterator
 from datetime import datetime
@@ -15,8 +14,7 @@ from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.message import Message
 from mqstore.log.reading.reader import StoreReader, outside
 from mqstore.log.writing.log_tail import QueueRef
-
-_log = logging.getLogger("mqstore")
+from mqstore.logger import log as _log
 
 _FOLLOW_MIN_S, _FOLLOW_MAX_S = 0.001, 0.1
 _EMPTY_LOOK_S = 0.02

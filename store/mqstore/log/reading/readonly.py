@@ -6,7 +6,6 @@ It changes nothing in the directory, even after a crash. `plan_recovery` returns
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Collection
 from functools import partial
@@ -28,9 +27,8 @@ from mqstore.log.recovery.report import Finding, RecoveryReport, finding_of
 from mqstore.log.recovery.verify import Verifier
 from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.log_tail import QueueRef
+from mqstore.logger import log as _log
 from mqstore.options import Duration, Profile, StoreConfig
-
-_log = logging.getLogger("mqstore")
 
 
 class ReadOnlyMessageStore(IteratingReader):

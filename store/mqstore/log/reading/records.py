@@ -8,7 +8,6 @@ half-written record, so reading stops before it.
 
 from __future__ import annotations
 
-import logging
 import mmap
 from collections.abc import Callable
 from itertools import pairwise, repeat
@@ -32,9 +31,8 @@ from mqstore.log.recovery.offset_assigner import LOST_SEGMENTS
 from mqstore.log.recovery.report import Finding
 from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.log_tail import QueueRef
+from mqstore.logger import log as _log
 from mqstore.native import kernel
-
-_log = logging.getLogger("mqstore")
 
 _COMPILED_UNITS = 4096
 """Maximum number of units read at once. Their messages keep all of them in memory."""

@@ -25,7 +25,6 @@ here on they count as durable, so recovery writes all bytes beyond the old water
 
 from __future__ import annotations
 
-import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable
@@ -57,8 +56,8 @@ from mqstore.log.recovery.scanstart import ScanStart, WholeLogNeededError
 from mqstore.log.recovery.tail import COPY_BYTES, Tail
 from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.log_tail import QueueRef
+from mqstore.logger import log as _log
 
-_log = logging.getLogger("mqstore")
 _VOIDS = 1 << 16
 """Void units written at a time. A damaged queue offset may require many."""
 

@@ -11,7 +11,6 @@ does not move, and the next pass repeats the work.
 
 from __future__ import annotations
 
-import logging
 import math
 import sys
 from collections.abc import Callable
@@ -30,10 +29,10 @@ from mqstore.log.stats import TaskErrors
 from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.log_tail import QueueTail
 from mqstore.log.writing.wakeups import NEVER, Wakeups
+from mqstore.logger import log as _log
 from mqstore.signalsafe import Bell, Lock
 from mqstore.threads import breathe
 
-_log = logging.getLogger("mqstore")
 _BATCH = 1 << 15
 """Maximum number of records of one pass, as many as a chunk of `put_many` has.
 Each pass waits several times for the interpreter, while a putting thread holds it."""

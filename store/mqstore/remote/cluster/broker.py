@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import uuid
 from collections import defaultdict
@@ -29,6 +28,7 @@ from mqstore.layout.messageid import decode_message_id
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.log.reading.reader import GetResult, to_ms
+from mqstore.logger import log as _log
 from mqstore.options import Durability, Duration, seconds
 from mqstore.remote.broker import Later
 from mqstore.remote.cluster.degrade import DIFFERENCES, refuse, refuse_items
@@ -45,8 +45,6 @@ from mqstore.remoting.signing import Signer
 
 if TYPE_CHECKING:
     import ssl
-
-_log = logging.getLogger("mqstore")
 
 
 class _NamedOffsets:

@@ -11,7 +11,6 @@ A broker that cannot be reached gets no messages for 30 s, unless a queue of it 
 from __future__ import annotations
 
 import heapq
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -34,6 +33,7 @@ from mqstore.errors import (
 )
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
+from mqstore.logger import log as _log
 from mqstore.remote.cluster.records import message_at, records
 from mqstore.remote.cluster.routes import Place, RoutedTopic, addresses, fastjson, routed
 from mqstore.remote.connection import Connection
@@ -42,8 +42,6 @@ from mqstore.remoting.codes import Code
 from mqstore.remoting.frames import Frame
 from mqstore.signalsafe import Bell, Lock
 from mqstore.threads import start_thread
-
-_log = logging.getLogger("mqstore")
 
 OUT_S: Final = 30.0
 """Time for which a broker that could not be reached gets no messages."""

@@ -10,7 +10,6 @@ A broker stores any offset that is committed, so nothing is committed that was n
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable
 from datetime import datetime
@@ -25,6 +24,7 @@ from mqstore.contract import Filter, ReadResult, Start
 from mqstore.errors import ConfigError, GroupNotFoundError, MQStoreError, ResultCode, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.reading.reader import GetStatus, to_ms
+from mqstore.logger import log as _log
 from mqstore.options import Duration, seconds
 from mqstore.remote.broker import RemoteContract
 from mqstore.remote.cluster.links import Fields, Links, named
@@ -34,8 +34,6 @@ from mqstore.remote.cluster.tables import Groups, Topics
 from mqstore.remoting.codes import QUERY_NOT_FOUND, Code
 from mqstore.remoting.frames import Frame
 from mqstore.signalsafe import Lock
-
-_log = logging.getLogger("mqstore")
 
 PULLED: Final = (0, ResultCode.PULL_NOT_FOUND, ResultCode.PULL_RETRY_IMMEDIATELY, ResultCode.PULL_OFFSET_MOVED)
 COMMIT_S: Final = 5.0

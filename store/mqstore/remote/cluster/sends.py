@@ -11,7 +11,6 @@ not answered, is not sent again: it would perhaps be stored twice.
 from __future__ import annotations
 
 import base64
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar, Unpack
@@ -37,6 +36,7 @@ from mqstore.log.writing.outgoing import (
     refuse_options,
     refuse_routing,
 )
+from mqstore.logger import log as _log
 from mqstore.options import DEFAULT_DELAY_LEVELS, delay_table_ms, milliseconds
 from mqstore.remote.broker import RemoteContract
 from mqstore.remote.cluster.degrade import refuse
@@ -48,8 +48,6 @@ from mqstore.remoting.codes import QUERY_NOT_FOUND, Code
 from mqstore.remoting.frames import Frame
 from mqstore.remoting.shapes import batch_item
 from mqstore.signalsafe import Future
-
-_log = logging.getLogger("mqstore")
 
 Sent = TypeVar("Sent")
 PRODUCER: Final = "mqstore"

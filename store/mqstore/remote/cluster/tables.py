@@ -6,7 +6,6 @@ where it begins: RocketMQ leaves that to the clients.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -21,14 +20,13 @@ from mqstore.contract import Member, Mode, QueueLock, Subscriptions
 from mqstore.errors import ConfigError, ConnectionLostError, GroupInUseError, MQStoreError, TopicNotFoundError
 from mqstore.layout.javahash import java_hash
 from mqstore.log.commitlog import QueueRef
+from mqstore.logger import log as _log
 from mqstore.remote.cluster.degrade import refuse
 from mqstore.remote.cluster.links import Links, named
 from mqstore.remote.cluster.routes import RoutedTopic, fastjson, spread
 from mqstore.remoting.codes import DEFAULT_TOPIC, Code
 from mqstore.remoting.shapes import dumps
 from mqstore.signalsafe import Lock
-
-_log = logging.getLogger("mqstore")
 
 HEARTBEAT_S: Final = 30.0
 _QUEUES: Final = 4

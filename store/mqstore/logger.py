@@ -1,0 +1,5 @@
+"""The logger of the library."""
+
+import logging
+
+log = logging.getLogger("mqstore")
