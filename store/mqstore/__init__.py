@@ -144,13 +144,7 @@ def open(
         from mqstore.remote.shared import open_shared
 
         return open_shared(
-            path,
-            mode,
-            create=create,
-            profile=profile,
-            durability=durability,
-            lock_timeout=lock_timeout,
-            config=config,
+            path, mode, create=create, profile=profile, durability=durability, lock_timeout=lock_timeout, config=config
         )
     # Built by hand: after a call of the class a signal handler may raise, and nobody could close the store then.
     store = Store.__new__(Store)

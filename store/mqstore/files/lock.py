@@ -297,9 +297,7 @@ def _parse(content: bytes) -> _Holder:
         return _Holder()
     pid, host, since = found.get("pid"), found.get("host"), found.get("started_ms")
     return _Holder(
-        pid if type(pid) is int else None,
-        host if type(host) is str else None,
-        since if type(since) is int else None,
+        pid if type(pid) is int else None, host if type(host) is str else None, since if type(since) is int else None
     )
 
 

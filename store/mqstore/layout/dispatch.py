@@ -187,11 +187,7 @@ class Rows:
 
 
 def rows_of(
-    buf: ReadableBuffer,
-    headers: Headers,
-    base: int,
-    delay_table_ms: Sequence[int],
-    batch_topics: Collection[str] = (),
+    buf: ReadableBuffer, headers: Headers, base: int, delay_table_ms: Sequence[int], batch_topics: Collection[str] = ()
 ) -> Rows:
     """Return rows for the records of `headers`, which must all be `ok`.
     `base` is the physical offset of `buf[0]`. `delay_table_ms` has the milliseconds of each delay level, level 1 first
@@ -268,9 +264,7 @@ def _compiled_columns(view: memoryview, run: Run, count: int, base: int, topics:
     out = np.empty((_LISTED_ROWS, count + ROW_SPACE), np.int64)
     has_unit, units = np.empty(count, np.bool_), np.empty(count, unit_dtype())
     limit = run.longs.shape[1]
-    found = kernel.list(
-        *(view, limit, count, base, run.longs, run.ints, prefixes, out, has_unit, units.view(np.uint8)),
-    )
+    found = kernel.list(*(view, limit, count, base, run.longs, run.ints, prefixes, out, has_unit, units.view(np.uint8)))
     if found is None:
         return None
     _, number, entry_row, entry_hash = found

@@ -38,14 +38,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from mqstore.errors import FormatError, InvalidMessageError
 from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES
 from mqstore.layout.messageid import encode_message_id
-from mqstore.layout.properties import (
-    CRC_TAIL_BYTES,
-    DELAY,
-    INNER_BASE,
-    INNER_NUM,
-    decode_crc_tail,
-    decode_properties,
-)
+from mqstore.layout.properties import CRC_TAIL_BYTES, DELAY, INNER_BASE, INNER_NUM, decode_crc_tail, decode_properties
 from mqstore.native import crc32c, kernel
 
 if TYPE_CHECKING:

@@ -47,16 +47,7 @@ if TYPE_CHECKING:
 
     from mqstore.log.store_files import StoreParts
 
-__all__ = [
-    "ALLOWANCE",
-    "ORDINARY",
-    "CommitLog",
-    "Fields",
-    "OutOfReachError",
-    "QueueRef",
-    "SendReceipt",
-    "SendReceipts",
-]
+__all__ = ["ALLOWANCE", "ORDINARY", "CommitLog", "Fields", "OutOfReachError", "QueueRef", "SendReceipt", "SendReceipts"]
 
 ALLOWANCE = 65_536
 """Maximum size of a record beyond the largest body (format#limits)."""
@@ -265,12 +256,7 @@ class CommitLog(LogTail):
         return receipt
 
     def append_many(
-        self,
-        queue: QueueTail,
-        bodies: list[bytes],
-        tails: list[bytes] | bytes,
-        flags: list[int] | int,
-        body_bytes: int,
+        self, queue: QueueTail, bodies: list[bytes], tails: list[bytes] | bytes, flags: list[int] | int, body_bytes: int
     ) -> tuple[int, array[int], int]:
         """Append records that are contiguous and become visible together, all or none (format#batch).
 

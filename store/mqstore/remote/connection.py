@@ -147,8 +147,7 @@ class Connection:
             # A call that loses each line is perhaps the reason: it is too large, or kills the server.
             if not call.refused and (not repeat or attempt == _ATTEMPTS_MAX):
                 raise ConnectionLostError(
-                    f"the connection to {self.address} was lost ({line.lost}): the call is perhaps done",
-                    sent=True,
+                    f"the connection to {self.address} was lost ({line.lost}): the call is perhaps done", sent=True
                 )
         raise AssertionError
 

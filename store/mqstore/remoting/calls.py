@@ -112,12 +112,7 @@ class LetterCalls(Protocol):
     def count(self, group: str) -> int: ...
 
     def select(
-        self,
-        group: str,
-        *,
-        offsets: Iterable[int],
-        start_ms: int | None = None,
-        stop_ms: int | None = None,
+        self, group: str, *, offsets: Iterable[int], start_ms: int | None = None, stop_ms: int | None = None
     ) -> list[Message]: ...
 
     def replay(

@@ -69,12 +69,7 @@ class Registry:
         self._producers: dict[str, set[str]] = {}
 
     def heartbeat(
-        self,
-        connection: Connection,
-        body: Mapping[str, Any],
-        now_s: float,
-        language: str,
-        version: int,
+        self, connection: Connection, body: Mapping[str, Any], now_s: float, language: str, version: int
     ) -> set[str]:
         """Note a heartbeat. Return the groups whose consumers have changed.
         Raises FormatError for a body of another shape, and notes nothing."""

@@ -124,13 +124,7 @@ class ConcurrentService(ChunkRunner[_Chunk]):
     # -- failed messages --------------------------------------------------------------------------------------------
 
     def failed(
-        self,
-        chunk: _Chunk,
-        messages: Sequence[Message],
-        failure: Failure,
-        each_ms: float,
-        *,
-        again_here: bool = True,
+        self, chunk: _Chunk, messages: Sequence[Message], failure: Failure, each_ms: float, *, again_here: bool = True
     ) -> bool:
         """Send the messages back, or pass over them."""
         for message in messages:

@@ -270,13 +270,7 @@ def _rows_with_inner(window: Window) -> np.NDArray[np.int64]:
 
 
 def shard_json(
-    profile: Profile,
-    *,
-    records: int,
-    size: int,
-    crc: int,
-    largest: int,
-    queues: Mapping[QueueRef, int],
+    profile: Profile, *, records: int, size: int, crc: int, largest: int, queues: Mapping[QueueRef, int]
 ) -> bytes:
     """Return the `shard.json` of `size` bytes of records whose CRC-32C is `crc`."""
     counts: dict[str, dict[str, int]] = {}

@@ -340,11 +340,7 @@ def _numbers_of(window: Window, known: Groups | None, stops: dict[QueueRef, int]
 
 
 def _patch(
-    window: Window,
-    offsets: np.NDArray[np.int64],
-    places: np.NDArray[np.int64],
-    stamp_ms: int,
-    checksum: Checksum,
+    window: Window, offsets: np.NDArray[np.int64], places: np.NDArray[np.int64], stamp_ms: int, checksum: Checksum
 ) -> None:
     """Write queue offsets, physical offsets and the store time into the records, then their checksums."""
     data, headers = window.data, window.headers

@@ -162,13 +162,7 @@ class Dispatcher:
             self._write(output, base + stop_at)
             return
         headers, stop, _ = read_run(
-            memoryview(buffer)[:stop_at],
-            self.position - base,
-            stop_at,
-            base,
-            self._checksum,
-            _BATCH,
-            checksums=False,
+            memoryview(buffer)[:stop_at], self.position - base, stop_at, base, self._checksum, _BATCH, checksums=False
         )
         if len(headers):
             self._write(queues.rows_of(buffer, headers, base).output(), base + stop)

@@ -12,15 +12,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from mqstore.errors import InvalidMessageError
-from mqstore.layout.properties import (
-    CRC32,
-    INNER_MULTI_QUEUE_OFFSET,
-    KEYS,
-    SHARDINGKEY,
-    TAGS,
-    UNIQ_KEY,
-    is_reserved,
-)
+from mqstore.layout.properties import CRC32, INNER_MULTI_QUEUE_OFFSET, KEYS, SHARDINGKEY, TAGS, UNIQ_KEY, is_reserved
 from mqstore.options import Durability, Duration
 
 if TYPE_CHECKING:

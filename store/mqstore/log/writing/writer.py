@@ -21,13 +21,7 @@ from mqstore.errors import FormatError, InvalidMessageError, MQStoreError
 from mqstore.layout.dispatch import SCHEDULE_TOPIC
 from mqstore.layout.encode import lengths_of
 from mqstore.layout.hosts import encode_host
-from mqstore.layout.properties import (
-    MAX_PROPERTIES_BYTES,
-    RESERVED,
-    UNIQ_KEY,
-    decode_properties,
-    encode_properties,
-)
+from mqstore.layout.properties import MAX_PROPERTIES_BYTES, RESERVED, UNIQ_KEY, decode_properties, encode_properties
 from mqstore.layout.record import BLANK_BYTES, INNER_BATCH, MAGIC_V1, MAGIC_V2, MAX_TOPIC_BYTES_V1, unreadable_number
 from mqstore.log.commitlog import ALLOWANCE, ORDINARY, CommitLog, Fields, SendReceipt, SendReceipts
 from mqstore.log.consumequeue import ConsumeQueue

@@ -106,12 +106,7 @@ class ClusterBroker(Sends, Pops):
         self.transactions = Transactions(links, self, self.members)
         self._attempts: defaultdict[tuple[str, QueueRef], dict[int, BlockedQueue]] = defaultdict(dict)
         self._asked = Later("mqstore-checks")
-        self._listeners = {
-            "topics": [],
-            "members": self.members.on_change,
-            "locks": self.locks.on_release,
-            "save": [],
-        }
+        self._listeners = {"topics": [], "members": self.members.on_change, "locks": self.locks.on_release, "save": []}
         self.log = _log_of(self, links)
         self._store_id = hashlib.sha256(self.name.encode()).hexdigest()[:32]
         links.topics_changed = self._topic_changed
