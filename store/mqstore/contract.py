@@ -250,6 +250,8 @@ class BrokerContract(Protocol):
     """State that the clients of this object share, by producer group. It begins empty."""
     _sender: object
     """Compiled put (`native.py`), or None."""
+    _listeners: Mapping[Event, list[Any]]
+    """Callbacks by the kind of event."""
     turns: RoundRobin | None
     """Choice of queues for messages without a group. None: each queue in turn."""
     # Not methods: a call between costs as much as some of the work.
@@ -279,9 +281,13 @@ class BrokerContract(Protocol):
         "locks"     locks of (group) were released
         "save"      () offsets will be saved: commit those that are due
         """
+        if callback not in self._listeners[event]:
+            self._listeners[event].append(callback)
 
     def unlisten(self, event: Event, callback: Callable[..., object]) -> None:
         """Stop calling `callback`. Repeating it is harmless."""
+        if callback in self._listeners[event]:
+            self._listeners[event].remove(callback)
 
     # -- in ---------------------------------------------------------------------------------------------------------
 

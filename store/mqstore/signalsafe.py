@@ -30,10 +30,12 @@ from _thread import RLock, allocate_lock
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+from weakref import WeakSet
 
 from mqstore.errors import StoreBusyError, StoreClosedError
 
 Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 def _timeout(timeout_s: float | None) -> float:
@@ -148,6 +150,13 @@ def _begin_child() -> None:
 
 
 os.register_at_fork(after_in_child=_begin_child)
+
+
+def in_each_child(call: Callable[[T], object]) -> WeakSet[T]:
+    """Return a set. A forked child does `call` with each object that is in it."""
+    members: WeakSet[T] = WeakSet()
+    os.register_at_fork(after_in_child=lambda: [call(each) for each in list(members)])
+    return members
 
 
 _CLOSING = ("__exit__", "_close_stopped", "_end_all", "_in_time", "check_holds_none", "close", "stop")

@@ -49,7 +49,7 @@ from mqstore.broker.tables.topics import QUEUES_MAX, TopicTable
 from mqstore.broker.transactions.service import Transactions
 from mqstore.broker.waiting import Callback, Waiter, Waiters, Wanted
 from mqstore.closing import Closing
-from mqstore.contract import BrokerContract, Event, Limits, Start
+from mqstore.contract import BrokerContract, Limits, Start
 from mqstore.errors import (
     ConfigError,
     GroupInUseError,
@@ -139,7 +139,7 @@ class Broker(Closing, Sending, BrokerContract):
         self.offsets: OffsetTable = parts.offsets
         self.locks = QueueLocks(parts.clock, self._check_open)
         self.members = Members(self._may_join, parts.groups)
-        self._listeners: Mapping[Event, list[Any]] = {
+        self._listeners = {
             "topics": self.topics.on_change,
             "members": self.members.on_change,
             "locks": self.locks.on_release,
@@ -204,14 +204,6 @@ class Broker(Closing, Sending, BrokerContract):
 
     def check_open(self) -> None:
         self.store.check_open()
-
-    def listen(self, event: Event, callback: Callable[..., object]) -> None:
-        if callback not in self._listeners[event]:
-            self._listeners[event].append(callback)
-
-    def unlisten(self, event: Event, callback: Callable[..., object]) -> None:
-        if callback in self._listeners[event]:
-            self._listeners[event].remove(callback)
 
     def _topic_changed(self, topic: str) -> None:
         if (config := self.topics.get(topic)) is None:

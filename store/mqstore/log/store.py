@@ -16,12 +16,12 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Concatenate, Literal, ParamSpec, TypeVar
+from weakref import WeakSet
 
 from mqstore.clock import SYSTEM_CLOCK
 from mqstore.files.filesystem import REAL, FileSystem
@@ -48,6 +48,7 @@ from mqstore.log.writing.writer import LogWriter
 from mqstore.logger import log as _log
 from mqstore.native import Sending, compiled_put
 from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig, check_durability, seconds
+from mqstore.signalsafe import in_each_child
 from mqstore.threads import start_thread
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ _LOOK_MS = 500
 """Interval at which a store checks that its directory still exists."""
 
 
-_open_stores: weakref.WeakSet[MessageStore] = weakref.WeakSet()
+# In a forked child the mappings are shared with the parent, which continues to write them.
+_open_stores: WeakSet[MessageStore] = in_each_child(lambda store: store._disown())
 
 
 def _close_all() -> None:
@@ -74,14 +76,7 @@ def _close_all() -> None:
             _log.exception("%s: not closed cleanly", store.path)
 
 
-def _disown_all() -> None:
-    # In a forked child the mappings are shared with the parent, which continues to write them.
-    for store in list(_open_stores):
-        store._disown()
-
-
 atexit.register(_close_all)
-os.register_at_fork(after_in_child=_disown_all)
 
 
 def _by_writer(method: Callable[Concatenate[LogWriter, _P], _R]) -> Callable[Concatenate[MessageStore, _P], _R]:

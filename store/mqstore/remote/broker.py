@@ -21,7 +21,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -124,7 +124,6 @@ class RemoteContract(BrokerContract):
     offsets_folder: Path | None = None
     """Folder of the offsets of broadcasting clients. None: one of the user's, by the id of the store."""
     _store_id: str
-    _listeners: Mapping[Event, list[Any]]
 
     def __init__(self) -> None:
         self.shared = {}
@@ -135,14 +134,6 @@ class RemoteContract(BrokerContract):
 
     def filter(self, expression: str, kind: Literal["TAG", "SQL92"] = "TAG") -> Filter | None:
         return parse_filter(expression, kind)
-
-    def listen(self, event: Event, callback: Callable[..., object]) -> None:
-        if callback not in self._listeners[event]:
-            self._listeners[event].append(callback)
-
-    def unlisten(self, event: Event, callback: Callable[..., object]) -> None:
-        if callback in self._listeners[event]:
-            self._listeners[event].remove(callback)
 
     def saved(self, work: Callable[[], T]) -> T:
         for listener in list(self._listeners["save"]):

@@ -22,7 +22,6 @@ Whatever interrupts sending or reading, as Ctrl-C does, ends the line, because t
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
@@ -40,7 +39,7 @@ from mqstore.remote.line import Answered, Line, NotSentError, Waiting
 from mqstore.remoting.codes import GO_AWAY
 from mqstore.remoting.frames import ONE_WAY, Frame
 from mqstore.remoting.signing import Signer
-from mqstore.signalsafe import Bell, Lock
+from mqstore.signalsafe import Bell, Lock, in_each_child
 
 if TYPE_CHECKING:
     import ssl
@@ -54,7 +53,7 @@ _ATTEMPTS_MAX: Final = 4
 _GATHERED: Final = 16
 """Calls that wait at most. The thread that reads sends them, so they must fit the socket's buffer."""
 _DOZE_S: Final = 0.001
-_connections: WeakSet[Connection] = WeakSet()
+_connections: WeakSet[Connection] = in_each_child(lambda connection: connection.forget_line())
 
 
 class Connection:
@@ -403,11 +402,3 @@ class Connection:
                     self._drop_gathered(error)
                 self._bell.wait(pause_s)
                 pause_s = min(2 * pause_s, _PAUSE_MAX_S)
-
-
-def _begin_child() -> None:
-    for connection in list(_connections):
-        connection.forget_line()
-
-
-os.register_at_fork(after_in_child=_begin_child)

@@ -29,21 +29,13 @@ from mqstore.remote.broker import RemoteBroker
 from mqstore.remote.cluster.broker import ClusterBroker
 from mqstore.remote.dialing import announced, tls_context
 from mqstore.remoting.signing import signer
-from mqstore.signalsafe import Bell
+from mqstore.signalsafe import Bell, in_each_child
 from mqstore.store import Store
 
 if TYPE_CHECKING:
     from mqstore.remote.dialing import Tls
 
-_stores: WeakSet[RemoteStore] = WeakSet()
-
-
-def _begin_child() -> None:
-    for store in list(_stores):
-        store._begin()
-
-
-os.register_at_fork(after_in_child=_begin_child)
+_stores: WeakSet[RemoteStore] = in_each_child(lambda store: store._begin())
 
 
 class _Queue:

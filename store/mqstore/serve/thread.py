@@ -21,12 +21,12 @@ from mqstore.closing import Closing
 from mqstore.logger import log as _log
 from mqstore.serve.listening import new_loop, parsed_address, refuse_other_machines, unix_path
 from mqstore.serve.server import Server
-from mqstore.signalsafe import Future, check_holds_none
+from mqstore.signalsafe import Future, check_holds_none, in_each_child
 
 if TYPE_CHECKING:
     from mqstore.broker.broker import Broker
 
-_running: WeakSet[ServerThread] = WeakSet()
+_running: WeakSet[ServerThread] = in_each_child(lambda server: server.leave_to_parent())
 
 
 class ServerThread(Closing):
@@ -109,11 +109,3 @@ class ServerThread(Closing):
         for descriptor in self._server.descriptors():
             os.dup2(null, descriptor, inheritable=False)  # not closed: objects of the loop still have the number
         os.close(null)
-
-
-def _begin_child() -> None:
-    for server in list(_running):
-        server.leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_begin_child)
