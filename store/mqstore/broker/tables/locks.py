@@ -150,18 +150,16 @@ class QueueLocks:
 
     def drop(self, client_id: str, groups: Collection[str] | None = None) -> None:
         """Release all locks of a client that has ended, or has left `groups`, those at work included."""
+        released = []
         with self._mutex:
-            held = {
-                group: [queue for queue, lease in leases.items() if lease.client_id == client_id]
-                for group, leases in self._leases.items()
-                if groups is None or group in groups
-            }
-            for group, queues in held.items():
-                for queue in queues:
-                    del self._leases[group][queue]
-        for group, queues in held.items():
-            if queues:
-                notify(self.on_release, group, "have released locks")
+            for group, leases in self._leases.items():
+                held = [queue for queue, lease in leases.items() if lease.client_id == client_id]
+                if held and (groups is None or group in groups):
+                    released.append(group)
+                    for queue in held:
+                        del leases[queue]
+        for group in released:
+            notify(self.on_release, group, "have released locks")
 
     def forget(self, group: str) -> None:
         """Forget the locks of a deleted group, unless one is at work."""

@@ -28,12 +28,8 @@ class RequestMode(NamedTuple):
     """With POP: number of other members whose queues a member pops as well. 0: every member pops all queues."""
 
 
-def check_request_modes(value: Mapping[str, Any]) -> None:
-    """Raise ValueError unless `value` is a valid content of `messageRequestMode.json`."""
-    _parsed(value)
-
-
-def _parsed(value: Mapping[str, Any]) -> dict[tuple[str, str], RequestMode]:
+def check_request_modes(value: Mapping[str, Any]) -> dict[tuple[str, str], RequestMode]:
+    """Return the modes in `messageRequestMode.json` by (topic, group). Raises ValueError for another content."""
     modes = {}
     for topic, groups in entries(value, _MAP):
         for group, entry in entries({_MAP: groups}, _MAP):
@@ -51,7 +47,7 @@ class RequestModes:
         """Load the file. Raises CorruptStoreError if it is damaged."""
         self._lock = Lock()
         self._file = ConfigFile(store, "messageRequestMode.json", check_request_modes)
-        self._modes = _parsed(self._file.load() or {})
+        self._modes = check_request_modes(self._file.load() or {})
 
     def get(self, topic: str, group: str) -> RequestMode:
         """Return the mode of a group in a topic. A retry topic of pulling consumers is always pulled."""

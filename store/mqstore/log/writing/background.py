@@ -17,7 +17,7 @@ from mqstore.log.stats import TaskErrors
 from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.dispatcher import Dispatcher
 from mqstore.log.writing.wakeups import Wakeups
-from mqstore.options import seconds
+from mqstore.options import milliseconds
 from mqstore.signalsafe import Lock
 
 _FLUSH_PAGES = 4
@@ -44,12 +44,10 @@ class BackgroundWork:
         self._is_flush_wanted = False
         self._due_ms: dict[str, int] = {}
         self._tasks: list[tuple[str, int, Callable[[], object]]] = []
-        self.add_task("flush", self._interval_ms("flush_interval"), self._flush)
+        self._thorough_ms = milliseconds(parts.config.full_flush_interval, "full_flush_interval")
+        self.add_task("flush", milliseconds(parts.config.flush_interval, "flush_interval"), self._flush)
         self.add_task("checkpoint", _CHECKPOINT_MS, self.save_checkpoint)
         self.add_task("time", _CLOCK_MS, self.check_clock)
-
-    def _interval_ms(self, option: str) -> int:
-        return int(seconds(getattr(self._parts.config, option), option) * 1000)
 
     def add_task(self, name: str, interval_ms: int, task: Callable[[], object]) -> None:
         """Call `task` every `interval_ms` from now on, after the tasks that were added before."""
@@ -88,8 +86,7 @@ class BackgroundWork:
         now = self._clock.monotonic_ms()
         wanted, self._is_flush_wanted = self._is_flush_wanted, False
         end, flushed = self._wakeups.log.end, self._commit.flushed
-        thorough_ms = self._interval_ms("full_flush_interval")
-        last = self._due_ms.setdefault("thorough", now + thorough_ms)
+        last = self._due_ms.setdefault("thorough", now + self._thorough_ms)
         pages = end // 4096 - flushed // 4096
         if end > flushed and (wanted or now >= last or pages >= _FLUSH_PAGES):
             try:
@@ -99,7 +96,7 @@ class BackgroundWork:
                 raise
             self._wakeups.synced()
         if now >= last:
-            self._due_ms["thorough"] = now + thorough_ms
+            self._due_ms["thorough"] = now + self._thorough_ms
 
     def check_clock(self) -> None:
         """Warn once if the last message is from the future. Its store time stays wrong if the clock is corrected."""
