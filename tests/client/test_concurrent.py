@@ -87,7 +87,7 @@ class BrokenBatch(BareBatch):
         (Retry(10 * 365 * 86_400), 10, None, 1),  # longer than any delay here
         (Reject("bad"), None, "bad", 0),
         (Reject(), None, "rejected by its handler", 0),
-        (Reject(17), None, "17", 0),  # type: ignore[arg-type]
+        (Reject(17), None, "17", 0),
         (BareReject(), None, "rejected by its handler", 0),
         (BareRetry(), 10, None, 0),
         *((BareRetry(delay_s=delay_s), 10, None, 0) for delay_s in ("soon", float("nan"), float("inf"), -1)),

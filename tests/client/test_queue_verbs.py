@@ -12,7 +12,7 @@ import mqstore
 from mqstore.client.itemoptions import ItemOptions
 from tests.client.doors import Doors
 
-TASK = ("release", "progress")
+TASK = ("release", "progress", "reject")
 OTHERS = ("put_many", "cancel", "find", "peek", "items", "counts", "purge", "get_any", "run", "codec", "name")
 
 
@@ -76,6 +76,13 @@ def put_many(doors: Doors, queue: Any) -> Any:
 
 def cancel(doors: Doors, queue: Any) -> Any:
     return queue.cancel(queue.put("a")), queue.cancel(queue.put("b", delay=5).id), doors.values(queue)
+
+
+def reject(doors: Doors, queue: Any) -> Any:
+    queue.put_many(["a", "b", "c"])
+    for reason in (ValueError("no address"), None, KeyError()):  # also what `raise Reject(reason)` carries out
+        queue.get().reject(reason)
+    return [letter.properties["dlq_reason"] for letter in doors.store.dead_letters("jobs")]
 
 
 def find(doors: Doors, queue: Any) -> Any:
@@ -173,6 +180,7 @@ ROWS: dict[str, tuple[Callable[[Doors, Any], Any], Any]] = {
     "purge": (purge, (1, 2, [])),
     "release": (release, 1),
     "progress": (progress, [("leased", "42 %")]),
+    "reject": (reject, ["no address", "rejected", "rejected"]),
     "get_any": (get_any, "a"),
     "run": (run, (["a", "b"], 2)),
     "codec": (codec, Job(7)),

@@ -232,11 +232,11 @@ class Lease(LeaseFields):
         context.broker.renew(context.group, delivery.topic, delivery.receipt, visibility_s, progress=progress)
         self._expires_at = expires_at
 
-    def reject(self, reason: str = "") -> None:
-        """Dead-letter the message with the reason. Raises ReceiptExpiredError as `ack` does."""
+    def reject(self, reason: object = "") -> None:
+        """Dead-letter the message with the reason, a text or an exception. Raises ReceiptExpiredError as `ack` does."""
         if self._is_new("reject"):
             context, delivery = self._context, self._delivery
-            context.broker.dead_letter(context.group, delivery.topic, delivery.receipt, reason or "rejected")
+            context.broker.dead_letter(context.group, delivery.topic, delivery.receipt, str(reason or "") or "rejected")
             self._note("reject", "dlq")
 
     def release(self, delay: Duration = 0) -> None:

@@ -130,13 +130,13 @@ class Retry(Exception):  # noqa: N818  (an order, no error)
 
 
 class Reject(Exception):  # noqa: N818
-    """Dead-letter this message, with the reason.
+    """Dead-letter this message, with the reason: a text, or an exception.
 
     >>> Reject("no such customer").reason
     'no such customer'
     """
 
-    def __init__(self, reason: str = "") -> None:
+    def __init__(self, reason: object = "") -> None:
         self.reason = reason
         super().__init__(reason or "rejected")
 
