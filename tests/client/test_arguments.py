@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore.errors import ConfigError, InvalidMessageError
+from mqstore.errors import ConfigError, FilterError, InvalidMessageError
 
 Case = tuple[Callable[[Any], object], type[Exception], str]
 
@@ -81,6 +81,15 @@ REFUSED: list[Case] = [
     (lambda s: s.put_many("orders", [_delayed()]), InvalidMessageError, r"Producer\.send_many((?!to the call).)*$"),
     (lambda s: s.put_many("orders", [_placed()]), InvalidMessageError, "give it to the call"),
     (lambda s: s.put_many("orders", [b"x"], dellay=1), TypeError, "did you mean 'delay'"),
+    (lambda s: list(s.iter("orders", tags=["a"])), FilterError, r"tags must be a str .* not \['a'\]"),
+    (lambda s: s.simple_consumer("billing", {"orders": ["a"]}), FilterError, r"tags .* not \['a'\]"),
+    (
+        lambda s: s.push_consumer("billing").subscribe("orders", print, tags=("a",)),
+        FilterError,
+        r"tags .* not \('a',\)",
+    ),
+    (lambda s: s.broker.pop("billing", "orders", filter=["a"]), FilterError, r"tags .* not \['a'\]"),
+    (lambda s: s.serve(9876), ConfigError, "9876 is not HOST:PORT"),
 ]
 
 

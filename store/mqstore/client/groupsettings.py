@@ -207,6 +207,7 @@ def wanted(broker: BrokerContract, topic: str, tags: str = "*", sql: str | None 
         if tags != "*":
             raise ConfigError(f"topic {topic!r}: give tags or sql, not both")
         return Wanted(("SQL92", sql), broker.filter(sql, "SQL92"))
+    chosen = as_filter(tags)
     if tags and not tags.strip():
         raise FilterError(f"topic {topic!r}: tags is blank, and would let nothing through; '*' is everything", 0)
-    return Wanted(("TAG", tags), as_filter(tags))
+    return Wanted(("TAG", tags), chosen)

@@ -141,7 +141,7 @@ def _dataclass(cls: Any, known: dict[type, _Steps]) -> _Steps:
                 fields[field.name] = [_through(where, each) for each in _steps(hints[field.name], where, known)]
         inspect.signature(cls).bind(**fields)
     except (NameError, TypeError) as error:  # a type that only type checkers import, an argument that is not a field
-        raise ConfigError(f"{cls.__name__} cannot be made again from its fields: {error}") from error
+        raise ConfigError(f"DATACLASS cannot make {cls.__name__} from its fields: {error}") from error
     return known[cls]
 
 

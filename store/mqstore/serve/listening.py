@@ -77,7 +77,7 @@ def parsed_address(text: str) -> Address:
     >>> parsed_address("127.0.0.1:9876"), parsed_address("[::1]:0")
     (('127.0.0.1', 9876), ('::1', 0))
     """
-    host, _, port = text.rpartition(":")
+    host, _, port = str(text).rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or int(port) > 65_535:
         raise ConfigError(f"{text!r:.200} is not HOST:PORT, such as 127.0.0.1:9876 or [::1]:9876")

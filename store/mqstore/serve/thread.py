@@ -52,7 +52,7 @@ class ServerThread(Closing):
         **options: Any,
     ) -> None:
         """Start a server as `Store.serve` does."""
-        addresses = [parsed_address(each) for each in ([listen] if isinstance(listen, str) else listen)]
+        addresses = [parsed_address(each) for each in ([listen] if isinstance(listen, str | int) else listen)]
         if not insecure_bind and options.get("users") is None:
             refuse_other_machines([host for host, _ in addresses], "pass users= or insecure_bind=True")
         self._server = Server(

@@ -24,7 +24,7 @@ from typing import Literal, Protocol
 
 from mqstore.errors import FilterError
 from mqstore.layout.properties import TAGS
-from mqstore.log.reading.tagfilter import JAVA_BLANKS, TagFilter, UnitFilter, refuse_single_bar
+from mqstore.log.reading.tagfilter import JAVA_BLANKS, TagFilter, UnitFilter, refuse_other_types, refuse_single_bar
 
 FilterKind = Literal["TAG", "SQL92"]
 
@@ -119,9 +119,11 @@ def _parse_sql(expression: str) -> Filter:
 
 def as_filter(given: Filter | str | None) -> Filter | None:
     """Return a filter for a tag expression, a parsed filter, or None for all messages.
-    Raises FilterError for text that looks like SQL, or has a single bar. SQL92 can still find tags with such names, for
-    example of a Java client."""
+    Raises FilterError for other types, and for text that looks like SQL, or has a single bar. SQL92 can still find tags
+    with such names, for example of a Java client."""
     if not isinstance(given, str):
+        if given is not None and not hasattr(given, "matches"):
+            refuse_other_types(given)
         return given
     refuse_single_bar(given)
     at = next((i for i, c in enumerate(given) if c in "<>='\"()"), None)

@@ -42,7 +42,7 @@ from mqstore.log.message import Message, UnitBatch, stored_bytes
 from mqstore.log.names import is_path_safe
 from mqstore.log.reading.change_feed import ChangeFeed
 from mqstore.log.reading.records import RecordReader, Request
-from mqstore.log.reading.tagfilter import UnitFilter, parse_tags
+from mqstore.log.reading.tagfilter import UnitFilter, parse_tags, refuse_other_types
 from mqstore.log.recovery.report import Finding, RecoveryReport
 from mqstore.log.retention import disk_ratio
 from mqstore.log.stats import StoreStats
@@ -389,6 +389,8 @@ class StoreReader(Closing):
         if tags is None or isinstance(tags, str):
             unit_filter: UnitFilter | None = parse_tags(tags, topic) if tags != "*" else None
         else:
+            if not hasattr(tags, "prefilter"):
+                refuse_other_types(tags)
             unit_filter = tags
         messages: list[Message] = []
         position = offset

@@ -59,6 +59,12 @@ class TagFilter:
         return [message for message in messages if message.tag in tags]
 
 
+def refuse_other_types(tags: object) -> None:
+    """Raise FilterError unless `tags` is a str: a list, for example, is refused."""
+    if not isinstance(tags, str):
+        raise FilterError(f"tags must be a str such as 'paid || refunded', not {tags!r:.80}", 0)
+
+
 def refuse_single_bar(expression: str) -> None:
     """Raise FilterError for "paid|refunded", which would match nothing as the name of a tag."""
     at = expression.replace("||", "  ").find("|")
@@ -74,6 +80,7 @@ def parse_tags(expression: str | None, topic: str) -> TagFilter | None:
     """
     if expression is None:
         return None
+    refuse_other_types(expression)
     tags = frozenset(piece.strip() for piece in expression.split("||")) - {""}
     refuse_single_bar(expression)
     if not tags and expression.strip():
