@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -91,6 +92,15 @@ def test_get_any_takes_a_list_of_queues(doors: Doors, wrong: Callable[[Any], Any
     with pytest.raises(errors.ConfigError, match=f"get_any takes a list of one or more {name}"):
         doors.mqstore.get_any(wrong(queue))
     assert queue.counts()["ready"] == 1  # nothing was leased
+
+
+def test_pickling_names_the_way_of_another_process(mq_store: mqstore.Store, mq_server: str) -> None:
+    """A queue in the arguments of a `multiprocessing.Process`: the reason was a lock, or a lambda of the engine."""
+    with mqstore.connect(mq_server) as connected:
+        for store in (mq_store, connected):
+            for wrong in (store, store.queue("jobs"), store.push_consumer("g"), store.producer()):
+                with pytest.raises(TypeError, match="open the store in the other process, with shared=True"):
+                    pickle.dumps(wrong)
 
 
 def test_run_of_a_closed_store_raises(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from mqstore.broker.redelivery.attempt_journal import UNREAD
 from mqstore.broker.redelivery.dead_letters import DeadLetters
 from mqstore.broker.tables.localoffsets import LocalOffsets
 from mqstore.clock import SYSTEM_CLOCK, SystemClock
+from mqstore.closing import Closing
 from mqstore.contract import BrokerContract, Event, OffsetCalls, Suspects, Waiter
 from mqstore.errors import ConnectionLostError, MQStoreError, NotPermittedError, NotSupportedError, StoreClosedError
 from mqstore.files.filesystem import REAL
@@ -155,7 +156,7 @@ class RemoteContract(BrokerContract):
         return LocalOffsets(folder, client_id, group)
 
 
-class RemoteBroker(MessageCalls, RemoteContract):
+class RemoteBroker(Closing, MessageCalls, RemoteContract):
     """Delivery by the broker of a server. Thread-safe."""
 
     admin: Operations
