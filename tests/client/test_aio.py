@@ -137,6 +137,12 @@ async def test_errors_are_those_of_the_sync_twin(store: aio.Store) -> None:
 
 
 @in_store
+async def test_object_that_was_not_awaited_says_so(store: aio.Store) -> None:
+    with pytest.raises(AttributeError, match="no 'put' before `await`, as in `queue = await"):
+        store.queue("jobs").put(b"x")  # type: ignore[attr-defined]
+
+
+@in_store
 async def test_arguments_count_as_they_were_when_the_call_began(store: aio.Store) -> None:
     """A caller that does not wait, or was cancelled, may use its lists and buffers for something else."""
 

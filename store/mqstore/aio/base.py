@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from functools import partial, wraps
 from itertools import islice
-from typing import Any, Concatenate, Generic, Never, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Never, ParamSpec, Self, TypeVar, cast
 
 from mqstore.aio.loop_thread import LoopThread, owned
 from mqstore.options import Duration, seconds
@@ -63,6 +63,11 @@ class Made(Generic[T]):
 
     def __await__(self) -> Generator[Any, Any, T]:
         return self._make().__await__()
+
+    if not TYPE_CHECKING:  # type checkers report the missing attribute themselves
+
+        def __getattr__(self, name: str) -> Never:
+            raise AttributeError(f"no {name!r} before `await`, as in `queue = await store.queue('jobs')`")
 
     async def __aenter__(self) -> T:
         made: Any = await self._make()
