@@ -159,7 +159,7 @@ def test_a_replay_of_a_letter_that_is_not_there_sends_none(letters: Path, dry_ru
 @pytest.mark.parametrize("words", [("topics", "crate", "S", "n"), ("dlq", "purg", "S"), ("offsets", "rest", "S")])
 def test_a_sub_command_that_is_misspelt_is_named(letters: Path, words: tuple[str, ...]) -> None:
     result = mqstore(*(letters if word == "S" else word for word in words))
-    assert (result.exit_code, f"No such command '{words[1]}'" in result.stderr) == (2, True)
+    assert (result.exit_code, f"No such command '{words[1]}', and no such directory." in result.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -17,6 +18,21 @@ from tests.tools.support import cli, environment, mqstore, mqstore_json
 def test_help_of_a_command_is_its_own_help() -> None:
     for words in ([], ["lag"], ["dlq"], ["dlq", "replay"], ["help"]):
         assert mqstore("help", *words, exit_code=0).stdout == mqstore(*words, "--help", exit_code=0).stdout
+
+
+def test_each_option_says_what_it_is_for() -> None:
+    missing = [f"{path} {option.opts}" for path, option in _options(cli, "mqstore") if not option.help]
+
+    assert missing == []
+
+
+def _options(command: click.Command, path: str) -> Iterator[tuple[str, click.Option]]:
+    yield from ((path, each) for each in command.params if isinstance(each, click.Option))
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            if found := command.get_command(context, name):
+                yield from _options(found, f"{path} {name}")
 
 
 @pytest.mark.parametrize("topic", TOPICS)

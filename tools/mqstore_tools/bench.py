@@ -32,7 +32,7 @@ _TOPIC = "bench"
   mqstore bench --directory /mnt/slow         # on another disk""",
 )
 @click.option("--messages", type=click.IntRange(1), default=200_000, help="Messages of each test.")
-@click.option("--body-bytes", type=click.IntRange(0, 4 << 20), default=128)
+@click.option("--body-bytes", type=click.IntRange(0, 4 << 20), default=128, help="Size of a body.")
 @click.option(
     "--directory",
     metavar="DIR",

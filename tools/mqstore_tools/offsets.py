@@ -91,7 +91,7 @@ def _to(value: Any) -> Position | int:
 )
 @target_argument
 @click.option("--group", required=True, help="Consumer group to move.")
-@click.option("--topic", required=True)
+@click.option("--topic", required=True, help="Topic in which to move it.")
 @click.option("--queue-id", type=click.IntRange(0), help="Only this queue.")
 @click.option(
     "--to",

@@ -85,7 +85,7 @@ _BAD_SHOWN = 10
 @click.option("--body-is-record", is_flag=True, help="Use the whole object or row as the body, as JSON.")
 @click.option("--queue-id", type=click.IntRange(0), help="Send all messages to this queue.")
 @click.option("--rate", type=NumberRange(0, min_open=True), metavar="N", help="At most N messages per second.")
-@click.option("--flush", is_flag=True, help="Wait until a piece is on disk before sending the next.")
+@click.option("--flush", is_flag=True, help="Wait until messages are on disk before sending more.")
 @click.option("--skip-bad", is_flag=True, help="Skip bad lines and exit with 1, instead of stopping at the first.")
 @click.option("--create/--no-create", default=True, help="Create the store if DIR has none.")
 @dry_run_option
@@ -119,8 +119,8 @@ def produce(
     Other fields are ignored.
 
     Stores the messages before a bad line, reports the line and stops; --skip-bad continues. Holds the writer's lock
-    while it runs, or sends to the server that has the store open. If that is killed, it reports the number of stored
-    messages. Ctrl-C or SIGTERM: it stores the messages that were read and reports their number.
+    while it runs, or sends to the server that has the store open. If the server is killed, the command reports how many
+    messages are stored. Ctrl-C or SIGTERM: the messages that were read are stored, and their number is reported.
     """
     if exported and format_ in ("csv", "file"):
         raise click.UsageError("the output of `mqstore export` is JSON lines: leave out --format")

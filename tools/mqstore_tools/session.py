@@ -187,7 +187,7 @@ class DefaultGroup(Commands):
             # A first word that is not a path, with a second one after it, is a misspelt command, not a missing store.
             missing = not os.path.exists(args[0]) and not is_address(Path(args[0])) and os.sep not in args[0]
             if len(args) > 1 and missing and not args[0].startswith("-") and args[1][:1] != "-":
-                ctx.fail(f"No such command {args[0]!r}.")
+                ctx.fail(f"No such command {args[0]!r}, and no such directory.")
             args = [names[0], *args]
         return super().parse_args(ctx, args)
 
