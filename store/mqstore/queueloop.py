@@ -191,6 +191,8 @@ class QueueRun:
                         else:
                             await self._call(task)
                     except BaseException as error:
+                        if isinstance(error, SystemExit | KeyboardInterrupt):
+                            self.halt()  # before the item is released: no other worker may call the handler with it
                         leave = partial(task.__exit__, type(error), error, error.__traceback__)
                         # A generator that is being closed cannot wait.
                         if not (leave() if isinstance(error, GeneratorExit) else await self._do(leave)):

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -290,13 +291,20 @@ def test_closed_store_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_exit_of_a_handler_is_raised_by_run(tmp_path: Path) -> None:
+    """The item was ready again before the run ended, so that all other workers called the handler with it, too."""
     with mqstore.open(tmp_path / "store") as store:
         queue = store.queue("jobs", codec=mqstore.TEXT)
         queue.put("a")
+        calls = []
+
+        def handle(task: mqstore.Task) -> None:
+            calls.append(task.value)
+            sys.exit(3)
 
         with pytest.raises(SystemExit, match="3"):
-            queue.run(raising(SystemExit(3)), workers=2)
+            queue.run(handle, workers=8)
 
+        assert calls == ["a"]
         assert queue.get_nowait().attempt == 1
 
 
