@@ -76,7 +76,7 @@ def get_any(queues: Iterable[Queue[T]], timeout: Duration | None = None) -> Task
 
     It waits for at most `timeout` seconds, without polling, and then raises QueueEmpty. The queues may be of several
     stores, opened or connected. `task.message.topic` is that of the queue. Queues that were shut down and are empty are
-    left out. Raises QueueShutDown once that are all of them, ConfigError for no queue, and the errors of `Queue.get`.
+    left out. Raises QueueShutDown if none remains, ConfigError for no queue, and the errors of `Queue.get`.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:

@@ -100,9 +100,9 @@ class Queue(QueueItems[T]):
                     True: an item that has expired (`expires=` of `put`) becomes a dead letter. False: it is dropped.
                     None: as the queue has it. A new one drops it
 
-    Raises ConfigError for a name that is empty, too long, or has control characters, for bad options, or if `ordered`
-    for a topic with more than one queue. Raises it for an `ordered` that differs from the queue's, too. Raises
-    GroupInUseError for a `retry` that differs from that of the group's live consumers.
+    Raises ConfigError for a name that is empty, too long, or has control characters, for bad options, for an `ordered`
+    that differs from the queue's, and for `ordered` with a topic that has several queues. Raises GroupInUseError for
+    a `retry` that differs from that of the group's live consumers.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -283,8 +283,8 @@ class Queue(QueueItems[T]):
     ) -> Task[T]:
         """Return the next item, leased for `visibility` seconds (None: the queue's).
         If `block`, it waits for at most `timeout` seconds. Raises QueueEmpty without an item, QueueShutDown after
-        `shutdown`. Tasks of this queue that are `done` are acknowledged first, as by `Task.ack`: of a served store
-        (`mqstore.connect`) both together are one call."""
+        `shutdown`. The tasks in `done` are acknowledged first, as by `Task.ack`. Over a connection (`mqstore.connect`)
+        both together are one call."""
         timeout_s = None if timeout is None else seconds(timeout, "timeout")
         visibility_ms = self._visibility_ms if visibility is None else _visibility_ms(visibility)
         if not (done or self._shut):
@@ -323,7 +323,7 @@ class Queue(QueueItems[T]):
         """Return up to `max_items` items at once, or [] after `timeout` seconds (None: wait for ever).
         Tasks that are `done` are acknowledged first, as `get` does it.
         Each is settled alone. An ordered queue returns at most 32, and then no more until all of them are settled.
-        Failed ones are redelivered before later items, without those that are done."""
+        It redelivers failed items before later ones, and none that is done."""
         check_whole("max_items", max_items, 1)
         tasks: list[Task[T]] = []
         unacked = self._to_ack(done) if done else None
