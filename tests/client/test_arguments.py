@@ -89,6 +89,7 @@ REFUSED: list[Case] = [
         r"tags .* not \('a',\)",
     ),
     (lambda s: s.broker.pop("billing", "orders", filter=["a"]), FilterError, r"tags .* not \['a'\]"),
+    (lambda s: s.push_consumer("billing").seek(("orders", 0), 0), ConfigError, "queue 0 of 'orders' is not assigned"),
     (lambda s: s.serve(9876), ConfigError, "9876 is not HOST:PORT"),
 ]
 

@@ -58,6 +58,7 @@ from mqstore.contract import AttemptNotes, BlockedQueue, BrokerContract, Mode, R
 from mqstore.errors import ConfigError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
+from mqstore.log.writing.log_tail import as_queue
 from mqstore.logger import log as _log
 from mqstore.options import Duration, check_whole, seconds
 from mqstore.signalsafe import Gate, Lock, check_holds_none
@@ -515,7 +516,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
     def seek(self, queue: QueueRef, to: int | Start) -> None:
         """Continue at another offset of an assigned queue. Cached messages and their commits are dropped.
         Raises ConfigError for a queue that is not assigned, and OffsetOutOfRangeError."""
-        self._engine.seek(queue, to)
+        self._engine.seek(as_queue(queue), to)
 
     def stats(self) -> ConsumerStats:
         """Return a snapshot of the statistics."""
