@@ -158,6 +158,17 @@ def test_way_of_a_search_depends_on_its_files(
     assert bool(searched(result.stderr)["missed"]) == (state == "without index")
 
 
+def test_store_whose_messages_have_no_keys_lacks_no_index(tmp_path: Path) -> None:
+    """The advice was to rebuild the index, which then was in order, and was advised again."""
+    with library.open(tmp_path / "s") as store:
+        store.put("orders", b"x")
+
+    result = mqstore("get", tmp_path / "s", "--key", "k", "--json", exit_code=1)
+
+    assert (searched(result.stderr)["by"], searched(result.stderr)["missed"]) == ("log", [])
+    assert "index" not in mqstore("trace", tmp_path / "s", "k", exit_code=1).stderr
+
+
 @pytest.mark.parametrize("topic", [[], ["--topic", "orders"]], ids=["log", "queues"])
 def test_search_reads_only_the_requested_time(hours: tuple[Path, list[Put]], topic: list[str]) -> None:
     """The figures count every message that was read, matching or not, except those by which the time is found."""

@@ -24,6 +24,9 @@ from mqstore.log.recovery.report import Finding
 from mqstore.log.recovery.scanner import NEVER_TORN, End, Event, first_record_time, scan_log, until_torn, watermark
 from mqstore.options import StoreConfig, delay_table_ms
 
+NO_INDEX = "there is no index"
+"""Doubt about a store whose index was lost, or of whose messages none has a key."""
+
 
 class StoreParts:
     """Files of a store, with the sizes of its manifest. A file is opened when it is loaded or first used."""
@@ -175,7 +178,7 @@ class StoreParts:
             first_ms = first_record_time(self.log_files, self.log_files.starts[0], self.checksum)
             if first_ms is not None and first_ms <= synced_ms:  # otherwise retention has removed those files
                 return "index files are missing"
-        return "" if self.index.files or not self.has_records() else "there is no index"
+        return "" if self.index.files or not self.has_records() else NO_INDEX
 
 
 class CheckpointFile:

@@ -28,6 +28,7 @@ from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.reading.tagfilter import parse_tags
 from mqstore.log.recovery.report import Finding
 from mqstore.log.recovery.scanner import Bad, Good, first_good_in, record_at, scan_log
+from mqstore.log.store_files import NO_INDEX
 
 _NEVER_MS: Final = 1 << 62
 _CANDIDATES: Final = 1 << 20
@@ -127,8 +128,6 @@ class Search:
         for topic in self.topics if unlisted is None else ():
             store.queues(topic)
         doubt = store.parts.index_doubt() if by_key else ""
-        if doubt:
-            self.missed.append(f"{doubt}, so the log was read: run `mqstore recover {store.path} --rebuild index`")
         if by_key and not doubt and unlisted is None:
             self.by, found = "index", self._by_index(store)
         elif self.topics and unlisted is None:
@@ -146,6 +145,8 @@ class Search:
             count += isinstance(item, Message)
             if count == self.limit:
                 break
+        if doubt and (newest or doubt != NO_INDEX):  # a store without keys has no index
+            self.missed.append(f"{doubt}, so the log was read: run `mqstore recover {store.path} --rebuild index`")
         yield from reversed(newest)
 
     def passing(self, found: Iterable[Message | Finding]) -> Iterator[Message | Finding]:
