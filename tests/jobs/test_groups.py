@@ -127,6 +127,14 @@ def test_of_very_many_reasons_the_later_ones_are_counted_together(
     assert reasons["other reasons"] > 0
 
 
+def test_one_group_may_be_a_text(letters: Path, travelled: Path) -> None:
+    """Its letters were taken for the groups."""
+    assert {row.group for row in dlq_report(letters, groups="audit").rows} == {"audit"}
+    assert [each.group for each in trace(travelled, "k", "billing").messages[0].groups] == ["billing"]
+    with pytest.raises(ConfigError, match="no store has the group 'nosuch'"):
+        lag_report(letters, groups="nosuch")
+
+
 def test_letters_can_be_chosen(letters: Path) -> None:
     def day(number: int) -> datetime:
         return datetime.fromtimestamp((T0 + number * DAY_MS) / 1000, UTC)

@@ -23,7 +23,7 @@ from mqstore.files.lock import refuse_beside_writer
 from mqstore.files.readonly_fs import QUIET
 from mqstore.jobs.opening import StoreName, open_store
 from mqstore.jobs.runner import Runner, Where
-from mqstore.jobs.selection import Selection, Shaped, Stores, check_followed, check_known, select
+from mqstore.jobs.selection import Selection, Shaped, Stores, check_followed, check_known, names_of, select
 from mqstore.layout.properties import DLQ_REASON
 from mqstore.log.message import Message
 
@@ -95,7 +95,7 @@ class _Job:
     def of(cls, stores: Stores | Selection, groups: Iterable[str] | None, **how: Any) -> _Job:
         chosen = select(stores)
         check_followed(chosen, "topics", "filter", "starting_timestamp_ms", "ending_timestamp_ms")
-        return cls(chosen, None if groups is None else frozenset(groups), **how)
+        return cls(chosen, None if groups is None else frozenset(names_of(groups)), **how)
 
     def letters(self, tables: Tables) -> Iterator[DeadLetters]:
         """Return the dead letters of each chosen group that has some."""

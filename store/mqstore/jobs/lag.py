@@ -18,7 +18,7 @@ from mqstore.jobs.opening import StoreName, open_store
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.plan import names_queue
 from mqstore.jobs.runner import Runner, Where
-from mqstore.jobs.selection import Selection, Shaped, Stores, check_followed, check_known, select
+from mqstore.jobs.selection import Selection, Shaped, Stores, check_followed, check_known, names_of, select
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def lag_report(
     `progress`: see `mqstore.jobs`. Raises ConfigError for an unknown group or topic, and the errors of opening."""
     chosen = select(stores, topics=topics)
     check_followed(chosen, "topics", "topic_pattern", "assign", "include_system_topics")
-    wanted = None if groups is None else tuple(dict.fromkeys(groups))
+    wanted = None if groups is None else names_of(groups)
     options = replace(chosen.options, include_system_topics=True)  # retry topics count, unless topics are named
     found = Runner(**where).run(chosen.stores(), partial(_look, options, wanted), "mqstore lag")
     check_known("group", wanted or (), (name for each in found for name in each.groups))

@@ -125,6 +125,11 @@ def check_followed(selection: Selection, *followed: str) -> None:
     selection.options.refuse(unused, " has no effect in this job; leave it out")
 
 
+def names_of(given: Iterable[str]) -> tuple[str, ...]:
+    """Return the names in `given`, each once. A str is one name."""
+    return (given,) if isinstance(given, str) else tuple(dict.fromkeys(given))
+
+
 def check_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
     """Raise ConfigError for groups or topics (`what`) that no store has. The text lists existing names.
     A misspelt name must not look like a group or topic with nothing to report."""

@@ -12,7 +12,7 @@ from mqstore.errors import ConfigError
 from mqstore.jobs.errors import of_store
 from mqstore.jobs.opening import StoreName
 from mqstore.jobs.runner import Runner, Where
-from mqstore.jobs.selection import Selection, Shaped, Stores, check_followed, select
+from mqstore.jobs.selection import Selection, Shaped, Stores, check_followed, names_of, select
 from mqstore.log.reading.directory import StoreFiles
 
 
@@ -39,7 +39,7 @@ def trace(stores: Stores | Selection, key: str, groups: Sequence[str] = (), **wh
         raise ConfigError(f"key={key!r} is not a key: give a key, an id, or a place such as orders/0@17")
     chosen = select(stores)
     check_followed(chosen)
-    found = Runner(**where).run(chosen.stores(), partial(_look, key, groups), "mqstore trace")
+    found = Runner(**where).run(chosen.stores(), partial(_look, key, names_of(groups)), "mqstore trace")
     histories, missed = [history for part, _ in found for history in part], [each for _, part in found for each in part]
     return Trace(key, tuple(histories), tuple(dict.fromkeys(missed)))
 
