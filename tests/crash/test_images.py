@@ -30,6 +30,7 @@ import pytest
 
 from mqstore import Profile
 from mqstore.errors import MQStoreError
+from mqstore.layout import checkpoint
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image, crash_point
 from tests.crash.support import QUEUES, cut_short, open_store
@@ -205,6 +206,8 @@ def check_image(script: Script, rng: random.Random, image: Path) -> None:
     if not was_short:
         sizes = {path.stat().st_size for path in image.glob("commitlog/0*")}
         assert sizes <= {8192}, "RocketMQ opens no segment that is short"
+    queue_sizes = {path.stat().st_size for path in image.glob("consumequeue/*/*/0*")}
+    assert queue_sizes <= {0, 320}, "RocketMQ opens no queue file that is short"
 
     # A reader comes before any writer has mended it.
     try:
@@ -299,3 +302,31 @@ def test_power_cut_while_segments_change_is_no_damage(tmp_path: Path, profile: P
                 assert change == "short segment" or not store.recovery.findings
                 assert change != "retention" or store.offsets("t")[1] == 10, "what follows a gap is lost"
             shutil.rmtree(image)
+
+
+@pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
+def test_units_of_a_checkpoint_survive_with_names_and_lengths(tmp_path: Path, profile: Profile) -> None:
+    """New files of a queue, and its folders, have no sync of their own: they follow before the checkpoint that counts
+    their units, or a reader of the store would miss messages that no opening rebuilds."""
+    root = tmp_path / "store"
+    root.mkdir()
+    fs = RecordingFileSystem(root)
+    store = open_store(root, "rw", profile, fs)
+    store.run_once(0)
+    for step, count in enumerate((1, 17, 40)):  # a first file; a second one; a deleted topic's folder is made again
+        if step == 2:
+            store.delete_topics(["orders"])
+        for n in range(count):
+            store.put("orders", b"", 0, keys=f"{step}-{n}", durability="flush")
+        store.put("clicks", b"", step)
+        store.flush()
+        store.dispatch()
+        store.run_once((step + 1) * 20_000)
+        image = tmp_path / f"image-{step}"
+        build_image(fs.events, random.Random(step), image, luck=0)
+        saved = checkpoint.decode((image / "checkpoint").read_bytes())
+        assert saved.dispatched == store.max_offset
+        for file in [*root.glob("consumequeue/*/*/*"), *root.glob("index/*")]:
+            assert (image / file.relative_to(root)).read_bytes() == file.read_bytes(), file
+    kill(store)
+    fs.dispose()

@@ -17,7 +17,7 @@ from mqstore import SendReceipt, SimulatedClock, StoreConfig
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from tests.interop.comparing import Rows, assert_same, new_store, seen_by_java, seen_by_us
-from tests.interop.javaengine import SIZES, JavaEngine
+from tests.interop.javaengine import SIZES, JavaEngine, JavaError
 from tests.log.support import flip_log, overwrite_log, segment_of
 
 SEGMENT = SIZES["segment_bytes"]
@@ -81,6 +81,38 @@ def test_java_reads_what_was_rebuilt(path: Path, engine: JavaEngine, damage: str
         assert engine.query("t", f"k{n}") == [made[n].physical_offset]
     offset, _ = engine.put("t", 0, b"goes on")
     assert offset == before["t", 0][-1]["queue_offset"] + 1
+
+
+UNSYNCED: dict[str, Damage] = {
+    "no folder": lambda path, made: shutil.rmtree(path / "consumequeue" / "t" / "1"),
+    "no file": lambda path, made: [file.unlink() for file in (path / "consumequeue" / "t" / "1").iterdir()],
+    "no last file": lambda path, made: last(path, "consumequeue/t/1").unlink(),
+    "empty last file": lambda path, made: os.truncate(last(path, "consumequeue/t/1"), 0),
+}
+"""What a power cut may leave of a queue's new files, until a checkpoint has synced them."""
+
+
+@pytest.mark.parametrize("damage", UNSYNCED)
+def test_java_opens_what_a_power_cut_leaves_of_new_queue_files(path: Path, engine: JavaEngine, damage: str) -> None:
+    made = make(path)
+    expected = seen_by_us(path)
+    UNSYNCED[damage](path, made)
+    crash(path)
+    engine.open(path)
+    assert_same(expected, seen_by_java(engine))
+
+
+@pytest.mark.parametrize("folder", ["commitlog", "consumequeue/t/1"])
+def test_java_refuses_a_short_file_until_it_was_opened_here(path: Path, engine: JavaEngine, folder: str) -> None:
+    made = make(path)
+    expected = seen_by_us(path)
+    os.truncate(last(path, folder), made[-1].physical_offset % SEGMENT + made[-1].size if folder == "commitlog" else 20)
+    crash(path)
+    with pytest.raises(JavaError, match="load"):
+        engine.open(path)
+    new_store(path).close()
+    engine.open(path)
+    assert_same(expected, seen_by_java(engine))
 
 
 TORN: dict[str, Damage] = {
