@@ -129,9 +129,7 @@ class Queue(QueueItems[T]):
         topic = queue_topic(name)
         codec = cast(Codec[T], BYTES) if codec is None else codec
         if not (callable(getattr(codec, "encode", None)) and callable(getattr(codec, "decode", None))):
-            raise ConfigError(
-                f"codec must have encode and decode, as mqstore.TEXT or DATACLASS(Job), not {codec!r:.80}"
-            )
+            raise ConfigError(f"codec must have encode and decode, as mqstore.TEXT, not {codec!r:.80}")
         check_whole("maxsize", maxsize, 0)
         check_kind("ordered", ordered, bool, "True or False")
         check_kind("retry", retry, RetryPolicy | None, "a mqstore.RetryPolicy or None")
