@@ -414,6 +414,25 @@ def test_old_batches_are_put_again_so_that_a_replay_stays_short(
     assert pops.committed() == 3
 
 
+def test_renewed_delivery_survives_relocation_after_a_clock_step(
+    pops: PopBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends before the time of its pop. The replay refused the batch, and the message was lost."""
+    pops.put("t", 3)
+    [held] = pops.pop(local=False, invisible_ms=600_000)
+    pops.clock.set_wall(pops.now_ms - 60_000)
+    pops.service.change_invisible("g", "t", held.receipt, 20_000, renew=True)
+    pops.ack(*pops.pop(n=2))
+    pops.replay_at_most(monkeypatch, 1)
+    before = pops.service.pending("g")
+    pops.advance(10_000)
+    assert (pops.replay_position or 0) > 1
+    pops.crash()
+    assert pops.service.pending("g") == before
+    pops.advance(10_000)
+    assert [copy.body for copy in pops.read(RETRY)] == [b"0"]
+
+
 @pytest.mark.parametrize("order", [False, True])
 def test_message_given_back_stays_so_when_its_batch_is_put_again(pops: PopBench, order: bool) -> None:
     pops.put("t", 1)

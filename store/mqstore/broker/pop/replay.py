@@ -161,7 +161,8 @@ class Replay:
         key = QueueKey(value["c"], value["t"], value["q"])
         start, pop_time_ms, invisible_ms, cursor = value["so"], value["pt"], value["it"], value["nx"]
         distances = value["d"]
-        numbers = (key.queue_id, start, pop_time_ms, invisible_ms, cursor, *distances)
+        # The invisible time is negative if the clock was set back and the batch was relocated afterwards.
+        numbers = (key.queue_id, start, pop_time_ms, abs(invisible_ms), cursor, *distances)
         if not distances or not _are_numbers(numbers):
             raise ValueError("the batch has no messages, or an invalid number")
         if type(key.topic) is not str or type(key.group) is not str:
