@@ -12,7 +12,7 @@ import pytest
 import mqstore
 import mqstore_tools
 from mqstore.errors import FormatError
-from mqstore.layout.jsontext import BODY, STORE, Limits, decode
+from mqstore.layout.jsontext import BODY, STORE, Limits, decode, decode_all
 
 DECODERS = {"load", "loads", "JSONDecoder", "decoder", "scanner"}
 SMALL = Limits(depth=3, size=50, values=20, strict=True)
@@ -71,6 +71,36 @@ def test_text_within_the_limits_is_decoded(text: str | bytes, value: Any) -> Non
 def test_text_beyond_the_limits_is_a_format_error(text: str | bytes, why: str) -> None:
     with pytest.raises(FormatError, match=why):
         decode(text, SMALL)
+
+
+DEEP, MANY = b"[" * 65 + b"]" * 65, b"[" + b"1," * 1_000_000 + b"1]"
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        [],
+        [b'{"k":1,"o":[1,2]}', b" 2 ", b'"\xc3\xa4"', b"[]"],
+        [b'{"k":1}', b"", b"3"],
+        [b"1],[2", b"3"],
+        [b'{"a":[1', b"2]}"],
+        [b"1", b"2,3"],
+        [b"1", b"NaN", b"2"],
+        [b"1", b'"\xff"'],
+        [b"\xef\xbb\xbf[1]", "[2]".encode("utf-16")],
+        [b"1", DEEP, b"2"],
+        [b"1", b"[" * 100_000],
+        [b"1", MANY],
+    ],
+)
+def test_many_texts_are_decoded_as_each_alone(texts: list[bytes]) -> None:
+    def alone(text: bytes) -> Any:
+        try:
+            return decode(text)
+        except FormatError as error:
+            return error
+
+    assert list(map(repr, decode_all(texts))) == list(map(repr, map(alone, texts)))
 
 
 @pytest.mark.parametrize("limits", [STORE, BODY])

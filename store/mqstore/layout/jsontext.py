@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, NoReturn, cast
 
 from mqstore.errors import FormatError
 
@@ -67,6 +68,27 @@ def decode(text: str | bytes, limits: Limits = STORE, *, pairs: Callable[[list[A
         raise FormatError(f"not JSON: {error.msg} in line {error.lineno}", "json", error.pos) from error
     except (ValueError, RecursionError) as error:  # not UTF-8, a number of 5000 digits, a stack that is nearly full
         raise FormatError(f"not usable JSON: {error}", "json", 0) from error
+
+
+def decode_all(texts: Sequence[bytes]) -> list[Any]:
+    """Return the values of many JSON texts, with a FormatError in place of each that `decode` refuses.
+    Together they are decoded as one array, in half the time, unless one is bad, or they are large or deep."""
+    brackets = [text.count(b"[") + text.count(b"{") for text in texts]
+    if max(brackets, default=0) <= STORE.depth and sum(map(len, texts)) <= STORE.size:
+        with suppress(ValueError, StopIteration, RecursionError):
+            array = f"[{b','.join(texts).decode('utf-8', 'surrogatepass')}]"
+            if sum(brackets) + array.count(",") <= STORE.values:
+                values, end = _STRICT.scan_once(array, 0)  # type: ignore[attr-defined]
+                if end == len(array) and len(values) == len(texts):
+                    return cast(list[Any], values)
+    return [_value_or_error(text) for text in texts]
+
+
+def _value_or_error(text: bytes) -> Any:
+    try:
+        return decode(text)
+    except FormatError as error:
+        return error
 
 
 def check(text: str, limits: Limits) -> None:

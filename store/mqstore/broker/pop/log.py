@@ -20,7 +20,7 @@ from mqstore.files.jsonfile import load_json
 from mqstore.files.segment import place_in_file
 from mqstore.layout.consumequeue import UNIT
 from mqstore.layout.javahash import java_hash
-from mqstore.layout.jsontext import decode
+from mqstore.layout.jsontext import decode_all
 from mqstore.layout.properties import TAGS
 from mqstore.log.message import Message
 from mqstore.log.reading.reader import StoreReader
@@ -143,17 +143,12 @@ class PopLog:
             units = self._store.unit_bytes(POP_LOG_TOPIC, 0, position, count)
             codes = [code for _, _, code in UNIT.iter_unpack(units)]
             found = self._store.get(POP_LOG_TOPIC, 0, position, count)
-            for message in found.messages:
-                kind = hashes.get(codes[message.offset - position])
-                if kind is None:
-                    continue
-                try:
-                    value, why = decode(message.body), "not a JSON object"
-                except FormatError as error:
-                    value, why = None, str(error)
+            messages = [message for message in found.messages if codes[message.offset - position] in hashes]
+            for message, value in zip(messages, decode_all([message.body for message in messages]), strict=True):
                 if isinstance(value, dict):
-                    yield Record(message.offset, kind, value)
+                    yield Record(message.offset, hashes[codes[message.offset - position]], value)
                 else:
+                    why = str(value) if isinstance(value, FormatError) else "not a JSON object"
                     (on_bad or self._log_bad)(message, why)
             if found.next_offset <= position:
                 return

@@ -331,9 +331,10 @@ class Replay:
         state.cursor = max(min(state.cursor, high), min(low, high))
         state.skipped = {offset: name for offset, name in state.skips().items() if offset < high}
         # Do not wait for messages of a deleted topic, or messages that only a damaged log names.
-        for batch in dict.fromkeys((*state.in_flight.values(), *state.released.values())):
-            if gone := [offset for offset in batch.open_offsets() if not low <= offset < high]:
-                state.settle(batch, gone)
+        for held in (state.in_flight, state.released):
+            if held and not low <= min(held) <= max(held) < high:
+                for batch in dict.fromkeys(held.values()):
+                    state.settle(batch, [offset for offset in batch.open_offsets() if not low <= offset < high])
         state.committed = min(chain(state.in_flight, state.released), default=state.cursor)
         return True
 
