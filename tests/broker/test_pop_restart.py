@@ -414,6 +414,27 @@ def test_old_batches_are_put_again_so_that_a_replay_stays_short(
     assert pops.committed() == 3
 
 
+def test_each_of_many_open_batches_is_put_again_once(pops: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the limit were below their number, each look would append them again, for ever."""
+
+    def log_end() -> int:
+        return pops.parts.store.offsets(POP_LOG_TOPIC)[1]
+
+    pops.replay_at_most(monkeypatch, 10)
+    pops.put("t", 61)
+    for _ in range(40):
+        pops.pop(local=False, invisible_ms=36_000_000)
+    pops.advance(10_000)
+    assert (log_end(), pops.replay_position or 0) == (40, 0)
+    pops.ack(*[pops.pop(local=False)[0] for _ in range(20)])
+    pops.advance(10_000)
+    assert (log_end(), pops.replay_position or 0) == (80, 0)
+    pops.ack(*pops.pop(local=False))
+    for _ in range(60):
+        pops.advance(10_000)
+    assert (log_end(), pops.replay_position) == (82 + 40, 82)
+
+
 def test_renewed_delivery_survives_relocation_after_a_clock_step(
     pops: PopBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

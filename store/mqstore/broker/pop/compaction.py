@@ -28,9 +28,10 @@ from mqstore.signalsafe import Lock
 _ORDER_INFO_MS = 10_000
 _IDLE_MS = 86_400_000
 """Time in ms after which an unused record is dropped, unless it holds attempts that still count."""
-_REPLAY_RECORDS = 1_000_000
+_REPLAY_RECORDS = 100_000
 _REPLAY_SEGMENTS = 4
-"""Maximum distance of the oldest open batch from the log end before it is appended again."""
+"""Maximum distance of the oldest open batch from the log end before it is appended again. The number of records is at
+least twice that of open batches. Otherwise these would be appended again and again."""
 _SKIPS = 4_096
 """Maximum number of skipped messages in one record."""
 _ANEW = 4_096
@@ -172,7 +173,8 @@ class PopKeeper:
         if far > 0 and first < end:
             first += bisect_left(range(first, end), True, key=is_near)
             low = max(low, first)
-        return max(low, end - _REPLAY_RECORDS)
+        batches = sum(state.open_batches for state in list(self._tables.states.values()))
+        return max(low, end - max(_REPLAY_RECORDS, 2 * batches))
 
     def save(self, now_ms: int) -> None:
         """Write `consumerOrderInfo.json`. The log is flushed first, because the file must not be ahead of the log."""
