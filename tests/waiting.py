@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import select
+import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 
@@ -22,3 +25,43 @@ def is_readable(file: Any, wait_s: float = 0) -> bool:
     poll = select.poll()
     poll.register(file, select.POLLIN)
     return bool(poll.poll(wait_s * 1000))
+
+
+def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """Run `work` in a thread. What it returns or raises comes into the list."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, outcome
+
+
+def ended(thread: threading.Thread, outcome: list[Any], timeout_s: float = 20) -> Any:
+    """Return what the thread has returned or raised, once it has ended."""
+    thread.join(timeout_s)
+    assert not thread.is_alive()
+    return outcome[0]
+
+
+def in_threads(*calls: Callable[[], object]) -> None:
+    """Run all `calls` at once. What any of them raises fails the test."""
+    gate = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], object]) -> None:
+        gate.wait()
+        call()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # by 5 ms each is done before the next begins
+    try:
+        with ThreadPoolExecutor(len(calls)) as pool:
+            for future in [pool.submit(run, call) for call in calls]:
+                future.result()
+    finally:
+        sys.setswitchinterval(interval)

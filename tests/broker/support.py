@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
-import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, Literal, Self, TypeVar
 
@@ -42,7 +40,6 @@ __all__ = [
     "clock_of",
     "counted",
     "full",
-    "in_threads",
     "messages_of",
     "new_parts",
     "parked_thread",
@@ -112,24 +109,6 @@ def shrink_timer_log(monkeypatch: pytest.MonkeyPatch, units: int = 10) -> None:
 def full(*_: object, **__: object) -> Any:
     """Meet a full disk, in the place of a function that writes."""
     raise StoreFullError(errno.ENOSPC, "no space", "file", "put")
-
-
-def in_threads(*calls: Callable[[], object]) -> None:
-    """Run all `calls` at once. What any of them raises fails the test."""
-    gate = threading.Barrier(len(calls))
-
-    def run(call: Callable[[], object]) -> None:
-        gate.wait()
-        call()
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # by 5 ms each is done before the next begins
-    try:
-        with ThreadPoolExecutor(len(calls)) as pool:
-            for future in [pool.submit(run, call) for call in calls]:
-                future.result()
-    finally:
-        sys.setswitchinterval(interval)
 
 
 def parked_thread(waiters: Waiters, target: Callable[[], object]) -> threading.Thread:

@@ -28,10 +28,11 @@ from mqstore.errors import (
     StoreClosedError,
     TopicNotFoundError,
 )
-from tests.broker.support import Bench, Broker, Mode, full, parked_thread
+from tests.broker.support import Bench, Broker, Mode, full
 from tests.faults import FaultyFileSystem
 from tests.holding import new_threads
 from tests.log.support import Unsynced, open_store
+from tests.waiting import ended, in_thread, until
 
 MINUTE, HOUR = 60_000, 3_600_000
 
@@ -240,19 +241,11 @@ def test_waiting_pop_ends_when_the_group_is_deleted(
     """Only of a topic that was deleted. Of a group that was deleted or disabled who waited heard when his time was
     over; and if a message came first his pop made the deleted group anew."""
     broker.groups.create("g")
-    raised: list[Exception] = []
-
-    def receive() -> None:
-        try:
-            broker.pop("g", "t", poll=3600)
-        except Exception as error:
-            raised.append(error)
-
-    thread = parked_thread(bench.waiters, receive)
+    waiting = in_thread(lambda: broker.pop("g", "t", poll=3600))
+    until(lambda: bench.waiters.parked)
     change(broker)
-    thread.join(5)
 
-    assert [type(each) for each in raised] == [error]
+    assert type(ended(*waiting)) is error
     assert (broker.groups.get("g") is None) == (error is GroupNotFoundError)
 
 
@@ -345,12 +338,9 @@ def test_broker_threads_end_when_it_closes(tmp_path: Path) -> None:
     with Broker(open_store(tmp_path / "store", **config)) as broker:
         broker.put("t", b"x")
         [delivery] = broker.pop("g", "t", poll=10)
-        woken: list[list[Any]] = []
-        thread = threading.Thread(target=lambda: woken.append(broker.pop("g", "t", poll=30)))
-        thread.start()
+        waiting = in_thread(lambda: broker.pop("g", "t", poll=30))
         broker.put("t", b"y")
-        thread.join(20)
-        assert [each.message.body for each in woken[0]] == [b"y"]
+        assert [each.message.body for each in ended(*waiting)] == [b"y"]
         assert delivery.message.body == b"x"
     assert not new_threads(before)
 

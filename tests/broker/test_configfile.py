@@ -17,9 +17,10 @@ from mqstore.broker.tables.configfile import ConfigFile
 from mqstore.errors import CorruptStoreError, StoreFullError
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.store import MessageStore
-from tests.broker.support import in_threads, new_parts
+from tests.broker.support import new_parts
 from tests.faults import FaultyFileSystem
 from tests.log.support import open_store
+from tests.waiting import in_threads
 
 
 def _shape(value: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mqstore import QueueRef, SimulatedClock
 from mqstore.broker.tables.locks import LEASE_MS, QueueLock, QueueLocks
-from tests.broker.support import in_threads
+from tests.waiting import in_threads
 
 Q = [QueueRef("orders", i) for i in range(4)]
 

@@ -12,8 +12,9 @@ import pytest
 from mqstore import QueueRef
 from mqstore.errors import StoreClosedError
 from tests.broker.scraping import scraped, series
-from tests.broker.support import Bench, Broker, full, in_threads
+from tests.broker.support import Bench, Broker, full
 from tests.faults import FaultyFileSystem
+from tests.waiting import in_threads
 
 MINUTE = 60_000
 RETRY = "%RETRY%g+t"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -27,6 +26,7 @@ from mqstore.broker.waiting import Wanted
 from mqstore.errors import MQStoreError
 from mqstore.native import kernel
 from tests.broker.popsupport import DLQ, RETRY, PopBench, interrupted_puts, memory, orders
+from tests.waiting import ended, in_thread
 from tests.without import compiled
 
 ORDERS = {"no order": {}, "in order": {"order": True}, "without what is acked": {"order": True, "skip_acked": True}}
@@ -544,17 +544,10 @@ def test_busy_queue_is_awaited(pair: Pair) -> None:
     with state.lock:
         assert tables.deliver(state, 1, 1000, "t", True, False) is None
         assert tables.settle([state], [first.receipt]) == 0
-        done: list[Any] = []
-        threads = [
-            threading.Thread(target=lambda: done.extend(bench.pop())),
-            threading.Thread(target=bench.ack, args=(first,)),
-        ]
-        for thread in threads:
-            thread.start()
+        popping, acknowledging = in_thread(bench.pop), in_thread(lambda: bench.ack(first))
         assert memory(state) == before
-    for thread in threads:
-        thread.join(10)
-    assert len(done) == 1
+    assert len(ended(*popping)) == 1
+    assert ended(*acknowledging) is None
     assert list(state.in_flight) == [1]
     assert not state.lock.is_held_here
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mqstore.broker.selection import RoundRobin, group_queue, java_selector_queue, jump_hash, siphash24
 from mqstore.layout.javahash import java_hash
-from tests.broker.support import in_threads
+from tests.waiting import in_threads
 
 # Broker-semantics 12, measured against Guava 32.1.3: group, javaHash, jump for 4, 8, 16, sipHash24, its mod 4, 8, 16.
 GUAVA = [

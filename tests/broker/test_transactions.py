@@ -20,7 +20,7 @@ from mqstore.errors import (
     StoreFullError,
     TransactionStateError,
 )
-from tests.broker.support import START_MS, full, in_threads, new_parts
+from tests.broker.support import START_MS, full, new_parts
 from tests.broker.transactionsupport import (
     GROUP,
     HALF_TOPIC,
@@ -34,6 +34,7 @@ from tests.broker.transactionsupport import (
     Transactions,
     refuse_ops,
 )
+from tests.waiting import in_threads
 
 CHECK_AFTER_MS, CHECK_EVERY_MS, OP_EVERY_MS = 6_000, 30_000, 3_000
 

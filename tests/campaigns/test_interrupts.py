@@ -28,6 +28,7 @@ import mqstore
 from mqstore import Store
 from tests.campaigns.calls import CALLS, HANG_S, Work, a_queue, nothing, open_store, ordered, probe, put_plain
 from tests.interrupts import is_with_safe, points_in, run_interrupted
+from tests.waiting import ended, in_thread
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning",  # finalizers of iterators that were interrupted
@@ -55,22 +56,12 @@ def start(path: Path, make: Callable[[Store], Any]) -> Work:
 
 def in_time(call: Callable[[], object]) -> None:
     """`call` from another thread. A hang is an AssertionError; whatever it raises is raised."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    thread, outcome = in_thread(call)
     thread.join(HANG_S)
     if thread.is_alive():
         faulthandler.dump_traceback()
-        raise AssertionError("the store hangs")
-    if errors:
-        raise errors[0]
+    if isinstance(found := ended(thread, outcome, 0), Exception):
+        raise found
 
 
 def check_kept(path: Path, work: Work) -> None:

@@ -22,6 +22,7 @@ from mqstore.client.waits import Waits
 from mqstore.log.store import MessageStore
 from tests import waiting
 from tests.log.support import open_store
+from tests.waiting import ended, in_thread
 
 __all__ = [
     "Broker",
@@ -41,28 +42,6 @@ __all__ = [
 ]
 
 # -- threads ----------------------------------------------------------------------------------------------------------
-
-
-def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """Run `work` in a thread. What it returns or raises comes into the list."""
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append(work())
-        except Exception as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, outcome
-
-
-def ended(thread: threading.Thread, outcome: list[Any], timeout_s: float = 20) -> Any:
-    """Return what the thread has returned or raised, once it has ended."""
-    thread.join(timeout_s)
-    assert not thread.is_alive()
-    return outcome[0]
 
 
 def open_broker(path: Path, **options: Any) -> Broker:

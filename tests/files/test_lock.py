@@ -13,10 +13,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,7 @@ from mqstore.files import lock as lock_module
 from mqstore.files.lock import WriterLock, writer_alive
 from tests.children import speaking_child
 from tests.faults import FaultyFileSystem
+from tests.waiting import in_threads
 
 NOW_MS = 1_700_000_000_000
 
@@ -187,21 +188,15 @@ class TestBothKinds:
 
     def test_many_threads_at_once_one_wins(self, tmp_path: Path) -> None:
         locks = [WriterLock(tmp_path, f"thread {number}") for number in range(8)]
-        start = threading.Barrier(len(locks))
         refused: list[StoreLockedError] = []
 
         def work(lock: WriterLock) -> None:
-            start.wait()
             try:
                 lock.acquire()
             except StoreLockedError as error:
                 refused.append(error)
 
-        threads = [threading.Thread(target=work, args=(lock,)) for lock in locks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*(partial(work, lock) for lock in locks))
         assert [lock.held for lock in locks].count(True) == 1
         assert len(refused) == len(locks) - 1
         for lock in locks:

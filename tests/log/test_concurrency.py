@@ -31,7 +31,7 @@ from tests.children import in_child, speaking_child
 from tests.faults import FaultyFileSystem
 from tests.holding import linux_only, open_files
 from tests.log.support import Unsynced, open_in, open_store
-from tests.waiting import until
+from tests.waiting import in_threads, until
 
 SMALL = StoreConfig(segment_bytes=1 << 14, consumequeue_units=50, index_slots=50, index_entries=200)
 STORE = Path(mqstore.__file__).parents[1]
@@ -72,25 +72,6 @@ def run() -> Iterator[Callable[..., Program]]:
     for program in programs:
         if program.process.poll() is None:
             program.kill()
-
-
-def in_threads(*functions: Callable[[], object]) -> None:
-    """Run all at once; the first error of any goes up."""
-    errors: list[BaseException] = []
-
-    def guarded(function: Callable[[], object]) -> None:
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 # -- threads --------------------------------------------------------------------------------------------------------

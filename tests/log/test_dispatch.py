@@ -28,6 +28,7 @@ from tests.conftest import GOLDEN_NAMES, Golden, GoldenStore
 from tests.faults import FaultyFileSystem
 from tests.log.support import SEGMENT, all_queues, files, flip_log, open_store, units_of, until_parked
 from tests.records import encode_record
+from tests.waiting import ended, in_thread
 
 VOID = (0, 0x7FFFFFFF, 0)
 HOST = encode_host("127.0.0.1:0")
@@ -366,21 +367,12 @@ def test_an_index_file_that_is_full_is_followed_by_one_of_a_later_name(tmp_path:
 def test_wait_ends_with_its_message(store: MessageStore) -> None:
     """Any new message once ended it."""
     store.put("t", b"0")
-    seen: list[tuple[bool, int]] = []
-
-    def wait() -> None:
-        there = store.wait("t", 0, 3, timeout=1 << 40)
-        seen.append((there, store.offsets("t")[1]))
-
-    thread = threading.Thread(target=wait)
-    thread.start()
+    waiting = in_thread(lambda: (store.wait("t", 0, 3, timeout=1 << 40), store.offsets("t")[1]))
     for i in range(1, 4):
         until_parked(store)
-        assert seen == []
         store.put("t", b"%d" % i)
         store.dispatch()
-    thread.join()
-    assert seen == [(True, 4)]
+    assert ended(*waiting) == (True, 4)
 
 
 @pytest.mark.parametrize(("durability", "chunks", "seen"), [("append", 1, 0), ("append", 2, 20), ("flush", 2, 20)])
@@ -409,27 +401,21 @@ def test_no_wake_up_is_lost(tmp_path: Path, durability: Any) -> None:
                 assert store.wait("ping", 0, i, timeout=3600)
                 store.put("pong", b"%d" % i, durability=mix[i % 2])
 
-        thread = threading.Thread(target=answer)
-        thread.start()
+        answering = in_thread(answer)
         for i in range(1, rounds):
             store.put("ping", b"%d" % i, durability=mix[(i + i // 2) % 2])
             assert store.wait("pong", 0, i, timeout=3600)
-        thread.join()
+        assert ended(*answering) is None
         assert store.offsets("ping") == store.offsets("pong") == (0, rounds)
 
 
 def test_closing_lets_every_waiter_go(tmp_path: Path) -> None:
     store: MessageStore = open_store(tmp_path / "s")
     store.put("t", b"0")
-    results: list[bool] = []
-    threads = [threading.Thread(target=lambda: results.append(store.wait("t", 0, 1, timeout=3600))) for _ in range(5)]
-    for thread in threads:
-        thread.start()
+    waiting = [in_thread(lambda: store.wait("t", 0, 1, timeout=3600)) for _ in range(5)]
     until_parked(store, 5)
     store.close()
-    for thread in threads:
-        thread.join()
-    assert results == [False] * 5
+    assert [ended(*each) for each in waiting] == [False] * 5
 
 
 def test_wait_at_closing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

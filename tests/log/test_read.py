@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import struct
-import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
@@ -19,6 +18,7 @@ from hypothesis import strategies as st
 from mqstore import OutgoingMessage, Profile, SimulatedClock
 from mqstore.errors import FilterError, InvalidMessageError, OffsetOutOfRangeError, StoreClosedError, TopicNotFoundError
 from tests.log.support import HEADER, SEGMENT, Unsynced, flip, flip_log, open_store, overwrite, until_parked
+from tests.waiting import ended, in_thread
 
 UNIT = struct.Struct(">qiq")
 VOID_UNIT = UNIT.pack(0, 0x7FFFFFFF, 0)
@@ -387,14 +387,11 @@ def test_following_one_queue_waits_for_the_next_message(store: Any) -> None:
     follower = store.iter("t", 0, follow=True, tags=None)
     assert next(follower).body == b"0"
     for i in range(1, 50):
-        got: list[bytes] = []
-        thread = threading.Thread(target=lambda into=got: into.append(next(follower).body))
-        thread.start()
+        waiting = in_thread(lambda: next(follower).body)
         until_parked(store)
         store.put("t", b"%d" % i)
         store.dispatch()
-        thread.join()
-        assert got == [b"%d" % i]
+        assert ended(*waiting) == b"%d" % i
 
 
 def test_following_all_queues_sleeps_and_finds_new_ones(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,20 +426,10 @@ def test_following_a_store_that_is_closed_ends_with_an_error(tmp_path: Path) -> 
     store.put("t", b"x")
     follower = store.iter("t", 0, follow=True)
     next(follower)
-    raised: list[BaseException] = []
-
-    def follow() -> None:
-        try:
-            next(follower)
-        except ValueError as error:  # StoreClosedError is one
-            raised.append(error)
-
-    thread = threading.Thread(target=follow)
-    thread.start()
+    waiting = in_thread(lambda: next(follower))
     until_parked(store)
     store.close()
-    thread.join()
-    assert "closed" in str(raised[0])
+    assert isinstance(ended(*waiting), StoreClosedError)
 
 
 # -- single messages -------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from mqstore.errors import FlushFailedError, OffsetOutOfRangeError, StoreIOError
 from mqstore.jobs import recover
 from tests.faults import FaultyFileSystem
 from tests.log.support import SEGMENT, open_store
+from tests.waiting import ended, in_thread
 
 DAY_MS = 86_400_000
 PER_SEGMENT = 4
@@ -316,16 +317,11 @@ def test_two_deletions_at_once(tmp_path: Path) -> None:
             super().unlink(path, missing_ok=missing_ok)
 
     meetings: dict[str, threading.Barrier] = {}
-    removed: list[list[str]] = []
     with open_store(tmp_path / "s", fs=Meeting(), index_entries=4) as store:
         fill(store)
         meetings |= {folder: threading.Barrier(2) for folder in ("commitlog", "consumequeue", "index")}
-        threads = [threading.Thread(target=lambda: removed.append(store.drop_before(6 * SEGMENT))) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(map(len, removed)) == [0, 6]
+        deleting = [in_thread(lambda: store.drop_before(6 * SEGMENT)) for _ in range(2)]
+        assert sorted(len(ended(*each)) for each in deleting) == [0, 6]
         check_front(store, 4)
 
 

@@ -34,6 +34,7 @@ from tests.faults import CHANGES, STEP, FaultyFileSystem
 from tests.log.recovering import rebuild_config, recover
 from tests.log.splicesupport import Halfway, Row, described, kill_in_splice, put_one_by_one, shown, stage, staged
 from tests.log.support import SEGMENT, files, flip, kill, open_in, open_store
+from tests.waiting import ended, in_thread
 
 ROWS = [Row(b"row %04d " % i * (1 + i % 9), "orders" if i % 3 else "clicks", i % 2) for i in range(60)]
 PROFILES: list[Profile] = ["mqstore", "rocketmq"]
@@ -185,12 +186,9 @@ def test_a_store_with_durability_flush_shows_it_at_once(root: Path, shard: Path)
 def test_splice_wakes_waiters(root: Path, shard: Path) -> None:
     with open_in("rw", root) as store:
         store.put("clicks", b"first")
-        there = []
-        waiter = threading.Thread(target=lambda: there.append(store.wait("clicks", 0, 1, 30)))
-        waiter.start()
+        waiting = in_thread(lambda: store.wait("clicks", 0, 1, 30))
         store.splice([shard], app="a", version=0)
-        waiter.join(30)
-        assert there == [True]
+        assert ended(*waiting)
 
 
 # -- once --------------------------------------------------------------------------------------------------------------
