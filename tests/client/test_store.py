@@ -66,12 +66,6 @@ def test_lock_holder_is_named(tmp_path: Path) -> None:
     mqstore.open(tmp_path / "store", lock_timeout=5).close()
 
 
-@pytest.mark.parametrize(("wrong", "right"), [("tags", "tag"), ("key", "keys"), ("propertys", "properties")])
-def test_unknown_message_option_is_refused_with_a_hint(store: Store, wrong: str, right: str) -> None:
-    with pytest.raises(TypeError, match=f"unknown message option '{wrong}'; did you mean '{right}'"):
-        store.put("t", b"x", **{wrong: "x"})  # type: ignore[arg-type]
-
-
 def test_a_topic_is_there_before_its_first_message(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     store.create_topic("t", queues=2)
     assert not caplog.records

@@ -26,17 +26,6 @@ def test_signal_ends_it_with_the_store_closed(tmp_path: Path, number: int) -> No
         assert [message.body for message in store.iter("orders")] == [b"hello"]
 
 
-def test_answered_sends_survive_a_kill(tmp_path: Path) -> None:
-    bodies = [str(number).encode() for number in range(200)]
-    with started(tmp_path / "mq", "--listen", "127.0.0.1:0") as (server, address), Client(address) as client:
-        for body in bodies:
-            assert client.ask(SEND, ORDERS, body).code == 0
-        server.kill()
-        server.wait(20)
-    with mqstore.open(tmp_path / "mq") as store:
-        assert [message.body for message in store.iter("orders", 0)] == bodies
-
-
 def test_store_is_used_by_one_process(tmp_path: Path) -> None:
     with started(tmp_path / "mq", "--listen", "127.0.0.1:0"), pytest.raises(mqstore.errors.StoreLockedError):
         mqstore.open(tmp_path / "mq")
