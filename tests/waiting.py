@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process does."""
+"""Waiting for what another thread or process does, and for a clock that a test moves."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+from mqstore import SimulatedClock
 
 
 def until(happened: Callable[[], object], limit_s: float = 60, pause_s: float = 0.01) -> None:
@@ -65,3 +67,13 @@ def in_threads(*calls: Callable[[], object]) -> None:
                 future.result()
     finally:
         sys.setswitchinterval(interval)
+
+
+def pass_time(clock: SimulatedClock, duration_ms: int, settle: Callable[[], int | None]) -> None:
+    """Let time pass from one due time to the next, as the housekeeper would.
+    `settle` does what is due, and returns the next due time."""
+    until_ms = clock.now_ms() + duration_ms
+    while (due_ms := settle()) is not None and due_ms <= until_ms:
+        clock.advance(max(1, due_ms - clock.now_ms()))
+    clock.advance(max(0, until_ms - clock.now_ms()))
+    settle()

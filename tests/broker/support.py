@@ -28,6 +28,7 @@ from mqstore.log.reading.reader import StoreReader
 from mqstore.log.store import MessageStore
 from tests.faults import FaultyFileSystem
 from tests.log.support import kill, open_store
+from tests.waiting import pass_time
 
 __all__ = [
     "START_MS",
@@ -90,14 +91,7 @@ def settle(parts: Parts, mechanisms: Sequence[BackgroundService], *, rounds: int
 
 def advance(parts: Parts, mechanisms: Sequence[BackgroundService], duration_ms: int) -> None:
     """Let time pass as a housekeeper would see it: from one due time to the next."""
-    clock = clock_of(parts)
-    until_ms = clock.now_ms() + duration_ms
-    due_ms = settle(parts, mechanisms)
-    while due_ms is not None and due_ms <= until_ms:
-        clock.advance(max(1, due_ms - clock.now_ms()))
-        due_ms = settle(parts, mechanisms)
-    clock.advance(until_ms - clock.now_ms())
-    settle(parts, mechanisms)
+    pass_time(clock_of(parts), duration_ms, lambda: settle(parts, mechanisms))
 
 
 def shrink_timer_log(monkeypatch: pytest.MonkeyPatch, units: int = 10) -> None:
@@ -301,11 +295,7 @@ class Bench:
 
     def advance(self, duration_ms: int) -> None:
         """Let time pass from one due time to the next, as the housekeeper would."""
-        until_ms = self.clock.now_ms() + duration_ms
-        while (due_ms := self.settle()) is not None and due_ms <= until_ms:
-            self.clock.advance(max(1, due_ms - self.clock.now_ms()))
-        self.clock.advance(max(0, until_ms - self.clock.now_ms()))
-        self.settle()
+        pass_time(self.clock, duration_ms, self.settle)
 
     def settle(self) -> int | None:
         """Run what is due now, until nothing is, and return when the next is (wall ms)."""

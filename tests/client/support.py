@@ -8,7 +8,7 @@ import _thread
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -22,11 +22,12 @@ from mqstore.client.waits import Waits
 from mqstore.log.store import MessageStore
 from tests import waiting
 from tests.log.support import open_store
-from tests.waiting import ended, in_thread
+from tests.waiting import ended, in_thread, pass_time
 
 __all__ = [
     "Broker",
     "advance",
+    "elsewhere",
     "ended",
     "every_lock_held",
     "failing",
@@ -76,25 +77,31 @@ def subscribed(
 
 @contextmanager
 def every_lock_held(*owners: object) -> Iterator[None]:
-    """Hold, in another thread, every free lock of these objects and of what they are made of."""
-    taken, done = threading.Event(), threading.Event()
+    """Hold every free lock of these objects and of what they are made of."""
+    with ExitStack() as held:
+        for lock in _locks_of(*owners):
+            if lock.acquire(timeout=0.05):  # a bell is held until somebody rings it
+                held.callback(lock.release)
+        yield
 
-    def hold() -> None:
-        with ExitStack() as held:
-            for lock in _locks_of(*owners):
-                if lock.acquire(timeout=0.05):  # a bell is held until somebody rings it
-                    held.callback(lock.release)
-            taken.set()
-            done.wait(300)
 
-    holder = threading.Thread(target=hold)
-    holder.start()
-    assert taken.wait(20)
+@contextmanager
+def elsewhere(context: AbstractContextManager[Any], limit_s: float) -> Iterator[None]:
+    """Be in `context` in another thread. The test fails if that takes longer than `limit_s`."""
+    entered, done = threading.Event(), threading.Event()
+
+    def stay() -> bool:
+        with context:
+            entered.set()
+            return done.wait(limit_s)
+
+    staying = in_thread(stay)
+    assert entered.wait(20)
     try:
         yield
     finally:
         done.set()
-        holder.join()
+        assert ended(*staying) is True
 
 
 def _locks_of(*owners: object) -> list[Any]:
@@ -141,11 +148,7 @@ def settle(broker: Broker, clock: SimulatedClock, consumers: Sequence[PushConsum
 
 def advance(broker: Broker, clock: SimulatedClock, consumers: Sequence[PushConsumer], duration_s: float) -> None:
     """Let time pass, from one due time to the next."""
-    until_ms = clock.now_ms() + round(duration_s * 1000)
-    while (due_ms := settle(broker, clock, consumers)) is not None and due_ms <= until_ms:
-        clock.advance(max(1, due_ms - clock.now_ms()))
-    clock.advance(max(0, until_ms - clock.now_ms()))
-    settle(broker, clock, consumers)
+    pass_time(clock, round(duration_s * 1000), lambda: settle(broker, clock, consumers))
 
 
 def running_broker(path: Path) -> Broker:

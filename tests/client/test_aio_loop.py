@@ -16,6 +16,7 @@ from mqstore import aio
 from mqstore.broker.broker import Broker
 from mqstore.native import kernel
 from tests.client.aiosupport import in_store, on_thread, slow_flush
+from tests.client.support import elsewhere
 from tests.without import compiled
 
 VERBS: dict[str, Callable[[aio.Task], Awaitable[object]]] = {
@@ -42,28 +43,6 @@ async def turns(count: int = 50) -> None:
     """Let the other tasks of the loop go on."""
     for _ in range(count):
         await asyncio.sleep(0)
-
-
-@contextmanager
-def held(lock: Any) -> Iterator[None]:
-    """Hold a lock in another thread. A loop that waits for it fails after 5 seconds."""
-    taken, done = threading.Event(), threading.Event()
-    in_time: list[bool] = []
-
-    def hold() -> None:
-        with lock:
-            taken.set()
-            in_time.append(done.wait(5))
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    assert taken.wait(20)
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-    assert in_time == [True]
 
 
 @contextmanager
@@ -161,7 +140,7 @@ async def test_a_lock_that_another_thread_holds_does_not_hold_up_the_loop(
     store: aio.Store, what: str, lock: Callable[[aio.Store], Any]
 ) -> None:
     queue, [task] = await leased(store, 1)
-    with held(lock(store)):
+    with elsewhere(lock(store), 5):
         waiting = asyncio.ensure_future(queue.get() if what == "get" else VERBS[what](task))
         await turns()
         # The journal needs no lock of the log. Compiled code writes it on the loop, Python on the thread of the store.
@@ -268,7 +247,7 @@ async def test_item_of_a_cancelled_get_precedes_the_prefetch(store: aio.Store) -
     """A later `get` found the next item read ahead, and overtook the one that the thread had not given back yet."""
     queue, _ = await leased(store, 1)
     taken, go_on = threading.Event(), threading.Event()
-    with held(queue_lock(store)):
+    with elsewhere(queue_lock(store), 5):
         cancelled = asyncio.ensure_future(queue.get())
         await turns()  # it looks on the thread, since the lock is held
         on_thread(store, taken.set)

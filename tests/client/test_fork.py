@@ -15,7 +15,7 @@ import pytest
 import mqstore.aio
 from mqstore.errors import StoreClosedError
 from tests.children import in_child
-from tests.client.support import ended, every_lock_held, in_thread, subscribed, until
+from tests.client.support import elsewhere, ended, every_lock_held, in_thread, subscribed, until
 from tests.publiccalls import CALLS, CLOSING, opened
 
 
@@ -82,7 +82,7 @@ def test_forked_child_closes_nothing_and_does_not_hang(tmp_path: Path, mode: Any
             partial(refused, lambda: producer.send_many("orders", [b"x"])),
             *(partial(refused, producer.flush), partial(refused, producer.transaction)),
         ]
-        with every_lock_held(store, queue, consumer, producer):
+        with elsewhere(every_lock_held(store, queue, consumer, producer), 300):
             for call in calls:
                 assert in_child(call, 20) == 0
         store.put("t", b"0")
@@ -143,6 +143,6 @@ def test_every_call_in_a_forked_child_is_refused_at_once(tmp_path: Path) -> None
     faults: list[str] = []
     with opened() as things:
         held = [getattr(things, name) for name in vars(things)]
-        with every_lock_held(*held):
+        with elsewhere(every_lock_held(*held), 400):
             in_child(child, 300)
     assert report.read_text().splitlines() == []

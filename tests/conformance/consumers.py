@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 import mqstore
 from mqstore import Message, RetryPolicy, SimulatedClock, StoreConfig, aio
+from tests.waiting import pass_time
 
 __all__ = [
     "KINDS",
@@ -240,11 +241,7 @@ class World:
 
     def advance(self, duration_s: float) -> None:
         """Let time pass, from one due time to the next."""
-        end_ms = self.clock.now_ms() + round(duration_s * 1000)
-        while (due_ms := self.settle()) is not None and due_ms <= end_ms:
-            self.clock.advance(max(1, due_ms - self.clock.now_ms()))
-        self.clock.advance(max(0, end_ms - self.clock.now_ms()))
-        self.settle()
+        pass_time(self.clock, round(duration_s * 1000), self.settle)
 
     # -- consumers --------------------------------------------------------------------------------------------------
 

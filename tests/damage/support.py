@@ -18,6 +18,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from click.testing import Result
 import mqstore
 from mqstore import Profile
 from tests.children import in_child
+from tests.log.support import files
 from tests.tools.support import mqstore as command
 
 __all__ = [
@@ -387,14 +389,8 @@ def _is_shown(made: Made, store: Path, lost: Record, whole: list[Record], after:
 # -- the commands ------------------------------------------------------------------------------------------------------
 
 
-def contents(store: Path) -> dict[str, bytes]:
-    """Return the bytes of each file of a store, by name, without `lock`, which says who wrote last."""
-    return {
-        os.path.relpath(os.path.join(folder, name), store): Path(folder, name).read_bytes()
-        for folder, _, names in os.walk(store)
-        for name in names
-        if name != "lock"
-    }
+contents = partial(files, lock=False)
+"""Returns the bytes of each file of a store, by name, without `lock`."""
 
 
 def check(made: Made, store: Path, *, may_refuse: bool = False, may_find_more: bool = False) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import pytest
 
+import mqstore
 from mqstore import Durability, Profile, QueueRef, SimulatedClock, StoreConfig
 from mqstore.files.filesystem import FileSystem, StrPath
 from mqstore.jobs import recover
@@ -213,17 +214,32 @@ def delete_as_java(root: Path, topic: str) -> None:
     note_in_checkpoint(root, queues=None)
 
 
+def numbered(
+    path: Path, profile: Profile, *topics: str, size: int = 1 << 14, body: bytes = b"x" * 80, as_java: bool = True
+) -> list[Path]:
+    """Make a store of 400 messages, in turn of these topics, and return its segments. With `as_java` one of profile
+    "rocketmq" is as Java leaves it."""
+    with mqstore.open(path, profile=profile, config=StoreConfig(segment_bytes=size)) as store:
+        for n in range(400):
+            store.put(topics[n % len(topics)], b"%d " % n + body, queue_id=0, keys=f"k{n}")
+    if profile == "rocketmq" and as_java:
+        for file in path.glob("mqstore.json*"):
+            file.unlink()
+    return sorted(path.glob("commitlog/0*"))
+
+
 def all_queues(store: StoreReader) -> list[QueueRef]:
     """All queues of all topics."""
     return [ref for topic in store.topics() for ref in store.queues(topic)]
 
 
-def files(root: Path) -> dict[str, bytes]:
-    """Every file below `root` by relative path."""
+def files(root: Path, *, lock: bool = True) -> dict[str, bytes]:
+    """Every file below `root` by relative path. Its lock says who wrote last."""
     return {
         os.path.relpath(os.path.join(folder, name), root): Path(folder, name).read_bytes()
         for folder, _, names in os.walk(root)
         for name in names
+        if os.path.isfile(os.path.join(folder, name)) and (lock or name != "lock")
     }
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import mqstore
 from mqstore import Profile, StoreConfig
+from tests.log.support import files
 from tests.tools.support import mqstore as command
 from tests.tools.support import mqstore_json
 
@@ -47,7 +48,7 @@ def test_reading_derives_the_manifest_and_says_so(tmp_path: Path, loss: str, pro
     sound = command("export", path, exit_code=0).stdout
     assert sound.count("\n") == COUNT
     LOSSES[loss](path / "mqstore.json")
-    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    before = files(path)
     # A directory of this profile without a manifest is a Java broker's, which never has one.
     is_lost = (loss, profile) != ("lost", "rocketmq")
 
@@ -62,14 +63,12 @@ def test_reading_derives_the_manifest_and_says_so(tmp_path: Path, loss: str, pro
         assert [int(message.body) for message in store.iter("t", 0)] == [*range(COUNT)]
         assert [each.kind for each in store.recovery.findings] == ["bad_json"] * is_lost
         assert [int(message.body) for message in store.find("t", key="k7")] == [7]
-    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
+    assert files(path) == before
     if not is_lost:
         return
     for arguments in (("recover",), ("recover", "--dry-run"), ("quarantine", "restore")):
         assert "--rebuild config" in command(*arguments, path, exit_code=3).stderr
-    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file() and file.name != "lock"} == {
-        file: content for file, content in before.items() if file.name != "lock"
-    }
+    assert files(path, lock=False).items() == before.items() - {("lock", before["lock"])}
     [sentence] = mqstore_json("recover", path, "--rebuild", "config", "--yes")["config"]
     assert sentence.partition(": ")[2] in verified["findings"][0]["detail"]
     assert mqstore_json("verify", path)["ok"]

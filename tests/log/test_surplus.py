@@ -9,24 +9,14 @@ from pathlib import Path
 import pytest
 
 import mqstore
-from mqstore import Profile, StoreConfig
+from mqstore import Profile
+from tests.log.support import numbered
 from tests.tools.support import mqstore as command
 from tests.tools.support import mqstore_json
 
 SIZE = 1 << 14
 COUNT = 400
 PROFILES: tuple[Profile, ...] = ("mqstore", "rocketmq")
-
-
-def _make(path: Path, profile: Profile, *, size: int = SIZE, body: bytes = b"x" * 80) -> list[Path]:
-    """Make a store of 400 messages, and return its segments. As Java leaves it, if it is of its profile."""
-    with mqstore.open(path, profile=profile, config=StoreConfig(segment_bytes=size)) as store:
-        for n in range(COUNT):
-            store.put("t", b"%d " % n + body, queue_id=0)
-    if profile == "rocketmq":
-        for file in path.glob("mqstore.json*"):
-            file.unlink()
-    return sorted(path.glob("commitlog/0*"))
 
 
 def _append(file: Path, data: bytes) -> None:
@@ -47,7 +37,7 @@ def _exported(*arguments: object, exit_code: int = 0) -> list[int]:
 def test_second_copy_of_a_segment_is_dropped(tmp_path: Path) -> None:
     """A recovery that was killed leaves the same."""
     path = tmp_path / "s"
-    segments = _make(path, "mqstore")
+    segments = numbered(path, "mqstore", "t")
     _append(segments[2], segments[3].read_bytes())
 
     done = mqstore_json("recover", path)
@@ -61,7 +51,7 @@ def test_second_copy_of_a_segment_is_dropped(tmp_path: Path) -> None:
 def test_whole_messages_of_a_surplus_can_be_listed_exported_and_restored(tmp_path: Path, profile: Profile) -> None:
     """The place of the segment is taken by another file, of which nothing can be read."""
     path = tmp_path / "s"
-    segments = _make(path, profile)
+    segments = numbered(path, profile, "t")
     _move(segments[3], segments[2])
     segments[3].write_bytes(b"?" * SIZE)
     inside = {*range(COUNT)} - {*_exported("export", path, exit_code=1)}
@@ -80,7 +70,7 @@ def test_whole_messages_of_a_surplus_can_be_listed_exported_and_restored(tmp_pat
 
 
 def test_surplus_of_no_record_is_listed_as_bytes(tmp_path: Path) -> None:
-    segments = _make(tmp_path / "s", "mqstore")
+    segments = numbered(tmp_path / "s", "mqstore", "t")
     _append(segments[2], b"?" * (SIZE + 100))
 
     done = mqstore_json("recover", tmp_path / "s")
@@ -100,8 +90,8 @@ def test_stores_of_different_segment_sizes_in_one_are_refused(
 ) -> None:
     """`gone`: number of files that retention has removed from the front of the first store, or from its end."""
     mine, other = (
-        _make(tmp_path / "s", profile, size=first),
-        _make(tmp_path / "t", profile, size=second, body=b"y" * 90),
+        numbered(tmp_path / "s", profile, "t", size=first),
+        numbered(tmp_path / "t", profile, "t", size=second, body=b"y" * 90),
     )
     for file in mine[gone:] if gone and first == LARGE else mine[:gone]:
         file.unlink()

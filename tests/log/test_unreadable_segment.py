@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 import mqstore
-from mqstore import Profile, StoreConfig
+from mqstore import Profile
 from mqstore.errors import StoreIOError
 from tests.faults import FaultyFileSystem
 from tests.log.recovering import recover
-from tests.log.support import open_in
+from tests.log.support import files, numbered, open_in
 from tests.tools.support import mqstore as command
 from tests.tools.support import mqstore_json
 
@@ -24,22 +24,8 @@ COUNT = 400
 PROFILES: tuple[Profile, ...] = ("mqstore", "rocketmq")
 
 
-def _make(path: Path, profile: Profile) -> list[Path]:
-    with mqstore.open(path, profile=profile, config=StoreConfig(segment_bytes=SIZE)) as store:
-        for n in range(COUNT):
-            store.put("t", b"%d " % n + b"x" * 80, queue_id=0)
-    if profile == "rocketmq":
-        for file in path.glob("mqstore.json*"):
-            file.unlink()
-    return sorted(path.glob("commitlog/0*"))
-
-
 def _offsets(path: Path) -> set[int]:
     return {json.loads(line)["queue_offset"] for line in command("export", path).stdout.splitlines()}
-
-
-def _tree(path: Path) -> dict[str, bytes]:
-    return {str(file): file.read_bytes() for file in path.rglob("*") if file.is_file() and file.name != "lock"}
 
 
 REPLACED: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -54,12 +40,12 @@ REPLACED: dict[str, tuple[Callable[[Path], object], str]] = {
 )
 def test_everything_else_is_read(tmp_path: Path, kind: str, number: int, profile: Profile) -> None:
     path, (replace, why) = tmp_path / "s", REPLACED[kind]
-    segments = _make(path, profile)
+    segments = numbered(path, profile, "t")
     segment = segments[number]
     segment.rename(tmp_path / "aside")
     without = _offsets(path)
     replace(segment)
-    before = _tree(path)
+    before = files(path, lock=False)
 
     assert _offsets(path) == without < {*range(COUNT)}
     for name in ("verify", "export", "inspect", "recover --dry-run"):
@@ -70,7 +56,7 @@ def test_everything_else_is_read(tmp_path: Path, kind: str, number: int, profile
         assert segment.name in command(*name.split(), path, exit_code=3).stderr
     with pytest.raises(mqstore.MQStoreError, match=segment.name), mqstore.open(path):
         pass
-    assert _tree(path) == before
+    assert files(path, lock=False) == before
     segment.rmdir() if segment.is_dir() else segment.unlink()
     (tmp_path / "aside").rename(segment)
     assert mqstore_json("verify", path)["ok"]
@@ -87,9 +73,9 @@ def _denying(name: str, number: int) -> FaultyFileSystem:
 )
 def test_segment_without_permission_is_a_missing_range(tmp_path: Path, at: int, number: int, profile: Profile) -> None:
     path = tmp_path / "s"
-    segments = _make(path, profile)
+    segments = numbered(path, profile, "t")
     name = segments[at].name
-    before = _tree(path)
+    before = files(path, lock=False)
     fs = _denying(name, number)
 
     with open_in("r", path, fs=fs) as store:
@@ -104,11 +90,11 @@ def test_segment_without_permission_is_a_missing_range(tmp_path: Path, at: int, 
         with pytest.raises(mqstore.MQStoreError, match=os.strerror(number)) as caught:
             refused()
         assert name in str(caught.value)
-    assert _tree(path) == before
+    assert files(path, lock=False) == before
 
 
 def test_lack_of_descriptors_is_no_missing_segment(tmp_path: Path) -> None:
-    segments = _make(tmp_path / "s", "mqstore")
+    segments = numbered(tmp_path / "s", "mqstore", "t")
 
     with pytest.raises(StoreIOError):
         open_in("r", tmp_path / "s", fs=_denying(segments[2].name, errno.EMFILE))

@@ -8,20 +8,13 @@ from pathlib import Path
 
 import pytest
 
-import mqstore
-from mqstore import Profile, StoreConfig
+from mqstore import Profile
+from tests.log.support import numbered
 from tests.tools.support import mqstore as command
 from tests.tools.support import mqstore_json
 
 SIZE = 1 << 14
 PROFILES: tuple[Profile, ...] = ("mqstore", "rocketmq")
-
-
-def _make(path: Path, profile: Profile, *topics: str) -> list[Path]:
-    with mqstore.open(path, profile=profile, config=StoreConfig(segment_bytes=SIZE)) as store:
-        for n in range(400):
-            store.put(topics[n % len(topics)], b"%d " % n + b"x" * 80, queue_id=0, keys=f"k{n}")
-    return sorted(path.glob("commitlog/0*"))
 
 
 def _at(file: Path, start: int) -> Path:
@@ -43,7 +36,7 @@ def test_exit_codes_of_strange_segments_agree_between_profiles(tmp_path: Path, n
     codes: dict[str, list[int]] = {}
     for profile in PROFILES:
         path = tmp_path / profile
-        STRANGE[name](_make(path, profile, "t"))
+        STRANGE[name](numbered(path, profile, "t", as_java=False))
         steps = ("verify", "export", "inspect", "recover --dry-run", "recover", "verify")
         codes[profile] = [command(step.split()[0], path, *step.split()[1:]).exit_code for step in steps]
 
@@ -53,7 +46,7 @@ def test_exit_codes_of_strange_segments_agree_between_profiles(tmp_path: Path, n
 def test_topic_with_dots_survives_a_cut_and_a_restore(tmp_path: Path) -> None:
     """No put may use such a name, but a Java store may have it. No checksum covers names there."""
     path = tmp_path / "s"
-    for file in [*_make(path, "rocketmq", "t", "comXorders"), path / "config" / "topics.json"]:
+    for file in [*numbered(path, "rocketmq", "t", "comXorders", as_java=False), path / "config" / "topics.json"]:
         file.write_bytes(file.read_bytes().replace(b"comXorders", b"com.orders"))
     (path / "consumequeue" / "comXorders").rename(path / "consumequeue" / "com.orders")
     shutil.rmtree(path / "index")
@@ -75,7 +68,7 @@ def test_topic_with_dots_survives_a_cut_and_a_restore(tmp_path: Path) -> None:
 
 
 def test_surplus_that_an_earlier_version_has_moved_is_listed_and_restored(tmp_path: Path) -> None:
-    segments = _make(tmp_path / "s", "mqstore", "t")
+    segments = numbered(tmp_path / "s", "mqstore", "t")
     name = f"{segments[1].name}-surplus-1760000000000"
     (tmp_path / "s" / "cut").mkdir()
     segments[2].rename(tmp_path / "s" / "cut" / name)
@@ -90,7 +83,7 @@ def test_surplus_that_an_earlier_version_has_moved_is_listed_and_restored(tmp_pa
 @pytest.mark.parametrize("group", ["quarantine", "topics", "groups", "offsets", "delay", "dlq"])
 def test_help_of_a_group_says_that_its_command_may_be_left_out(tmp_path: Path, group: str) -> None:
     path = tmp_path / "s"
-    _make(path, "mqstore", "t")
+    numbered(path, "mqstore", "t")
     usage = command(group, "--help").stdout.split("\n\n")[0]
 
     assert "[COMMAND] DIR" in usage
@@ -101,7 +94,7 @@ def test_help_of_a_group_says_that_its_command_may_be_left_out(tmp_path: Path, g
 def test_recovered_index_takes_room_by_its_keys(tmp_path: Path) -> None:
     """A Java broker's directory without an index: the broker's files have room for 20 million entries."""
     path = tmp_path / "s"
-    _make(path, "rocketmq", "t")
+    numbered(path, "rocketmq", "t", as_java=False)
     for file in path.glob("mqstore.json*"):
         file.unlink()
     shutil.rmtree(path / "index")
