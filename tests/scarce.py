@@ -1,4 +1,4 @@
-"""A process that may open only few descriptors more, for tests in it."""
+"""A process that may have only few descriptors more, or no large files, for tests in it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,25 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["free_descriptors"]
+__all__ = ["free_descriptors", "limited"]
+
+
+@contextmanager
+def limited(kind: int, value: int) -> Iterator[None]:
+    """Limit a resource of the process, such as `resource.RLIMIT_FSIZE`."""
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
 
 
 @contextmanager
 def free_descriptors(count: int) -> Iterator[None]:
     """Let the process open `count` descriptors more, and no others: the limit bounds their numbers."""
     probes = [os.open(os.devnull, os.O_RDONLY) for _ in range(count + 1)]
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     for fd in probes:
         os.close(fd)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(probes), limits[1]))
-    try:
+    with limited(resource.RLIMIT_NOFILE, max(probes)):
         yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

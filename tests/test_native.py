@@ -36,6 +36,7 @@ from mqstore.log.store import MessageStore
 from mqstore.log.writing.outgoing import SLOTS
 from tests.faults import FaultyFileSystem
 from tests.records import encode_record
+from tests.scarce import limited
 from tests.without import append_compiled, compiled, read_by_compiled_put, tip_put
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -421,13 +422,8 @@ def test_a_call_that_fails_is_made_again_by_python_which_says_why(tmp_path: Path
     with MessageStore(tmp_path, durability="flush") as store:
         receipt = store.put("t", b"a")
         end = receipt.physical_offset + receipt.size
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (end + written, before[1]))
-        try:
-            with pytest.raises(StoreIOError, match="File too large"):
-                store.put("t", b"b" * 100)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        with limited(resource.RLIMIT_FSIZE, end + written), pytest.raises(StoreIOError, match="File too large"):
+            store.put("t", b"b" * 100)
         assert (store.max_offset, store.offsets("t")) == (end, (0, 1))
         with open(os.devnull, "rb") as unwritable, read_by_compiled_put(store, "fd", unwritable.fileno()):
             assert store.put("t", b"c").offset == 1

@@ -28,6 +28,7 @@ from mqstore.layout.record import TRANSACTION_COMMIT, TRANSACTION_PREPARED, TRAN
 from mqstore.remoting.shapes import properties_of
 from mqstore.remoting.short import bodies_bytes, bodies_of, receipts_bytes
 from tests.broker.support import START_MS, clock_of, new_parts
+from tests.scarce import limited
 from tests.without import Door, compiled, put_by_python
 
 _START_S = START_MS / 1000
@@ -388,12 +389,8 @@ def test_packed_messages_that_cannot_be_written_leave_no_byte(tmp_path: Path, wr
     log, file = parts.store._log, tmp_path / "s" / "commitlog" / segment_name(0)
     bodies, end, before = [b"a" * 100] * 500, log.end, file.read_bytes()
     assert log.put_packed(parts.store.writer.queue_to_put("orders", 1), b"", 1000) is None  # now it has a descriptor
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (end + written_bytes, limits[1]))
-    try:
+    with limited(resource.RLIMIT_FSIZE, end + written_bytes):
         assert log._put_packed(parts.store.writer.queue_to_put("orders", 1), bodies_bytes(bodies), 1000) is None
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (log.end, file.read_bytes()) == (end, before)
     assert [receipt.offset for receipt in parts.router.put_many("orders", bodies, queue_id=1)] == [*range(1, 501)]
     assert [message.body for message in parts.store.read("orders", 1, 0, 999)] == [b"first", *bodies]

@@ -28,6 +28,7 @@ from mqstore.errors import (
 from tests.faults import STEP, FaultyFileSystem
 from tests.log.recovering import checkpoint_of
 from tests.log.support import open_in
+from tests.scarce import limited
 
 SIZES = {"segment_bytes": 4096, "consumequeue_units": 8, "index_slots": 8, "index_entries": 24}
 COUNT = 30
@@ -303,16 +304,6 @@ def fill(store: Any, n: int, durability: Durability = "flush") -> int:
         except (StoreFullError, StoreIOError):
             return number
     raise AssertionError("nothing was refused")
-
-
-@contextmanager
-def limited(kind: int, value: int) -> Iterator[None]:
-    before = resource.getrlimit(kind)
-    resource.setrlimit(kind, (value, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(kind, before)
 
 
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:

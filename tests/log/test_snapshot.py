@@ -52,6 +52,7 @@ from tests.log.support import (
     segment_of,
     units_of,
 )
+from tests.scarce import limited
 from tests.waiting import is_readable
 
 Bounds = dict[tuple[str, int], tuple[int, int]]
@@ -482,14 +483,10 @@ def test_progress_that_is_taken_over_is_not_missed(root: Path, tmp_path: Path, m
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors")
 def test_a_bundle_of_more_files_than_may_be_open(root: Path, tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with open_store(root):
         bundle(root, "job", 0, [[Row(b"%d" % i)] for i in range(120)])
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 70, hard))
-        try:
+        with limited(resource.RLIMIT_NOFILE, len(os.listdir("/proc/self/fd")) + 70):
             taken(root, tmp_path / "copy")
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert files(tmp_path / "copy" / "inbox") == files(root / "inbox")
 
 
