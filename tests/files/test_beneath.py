@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mqstore.errors import ReadOnlyStoreError, StoreIOError
-from mqstore.files import safe_open
+from mqstore.files import safe_open, system
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.readonly_fs import QUIET
 from mqstore.files.safe_open import resolved
@@ -22,7 +22,7 @@ WRITING = [os.O_WRONLY, os.O_RDWR, os.O_RDWR | os.O_CREAT, os.O_WRONLY | os.O_CR
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The ways to refuse links: by the system's own call, and by hand where there is none."""
     if request.param == "folder by folder":
-        monkeypatch.setattr(safe_open, "_compiled", None)
+        monkeypatch.setattr(system, "_syscall", None)
         monkeypatch.setattr(safe_open, "_NOFOLLOW_ANY", 0)
     return str(request.param)
 
@@ -55,6 +55,16 @@ def _refused(call: Callable[[], object], *parts: str) -> None:
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------
+
+
+def test_name_with_a_null_byte_opens_nothing(tmp_path: Path) -> None:
+    """A call of C would take the part before it."""
+    for call in (lambda name: safe_open.open_file(name, os.O_RDWR | os.O_CREAT | os.O_EXCL), safe_open.open_folder):
+        with pytest.raises(ValueError, match="null byte"):
+            call(f"{tmp_path}\0/new")
+        with pytest.raises(ValueError, match="null byte"):
+            call(f"{tmp_path}/new\0")
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize("flags", WRITING)

@@ -20,7 +20,7 @@ once, when it is passed in (`resolved`). After that it is absolute, and no part 
 ==============  =================================================================================================
 system          refusal of links
 ==============  =================================================================================================
-Linux 5.6       ``openat2`` with RESOLVE_NO_SYMLINKS, by compiled code
+Linux 5.6       ``openat2`` with RESOLVE_NO_SYMLINKS
 macOS           O_NOFOLLOW_ANY
 other           folder by folder, each opened relative to its parent with O_NOFOLLOW
 ==============  =================================================================================================
@@ -33,11 +33,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from mqstore.errors import ConfigError, raise_os_error
-from mqstore.native import kernel
+from mqstore.files import system
 
 StrPath = str | os.PathLike[str]
 
@@ -58,9 +58,6 @@ _KINDS = {
 }
 REFUSED = frozenset(number for _, number in _KINDS.values())
 """Numbers of the errors for a name of the wrong kind."""
-
-#: Compiled implementation of the rule: a descriptor, or a negative errno after which nothing has happened.
-_compiled: Callable[[StrPath, int, int, bool], int] | None = None if kernel is None else kernel.open_beneath
 
 
 def resolved(path: StrPath) -> str:
@@ -94,8 +91,6 @@ def check(path: StrPath, mode: int, wanted: str, link: str = "") -> None:
 
 def open_file(path: StrPath, flags: int, mode: int = 0o600) -> int:
     """Open a regular file with these flags of `os.open`."""
-    if _compiled is not None and (fd := _compiled(path, flags, mode, False)) >= 0:
-        return fd
     name = os.fspath(path)
     writes = flags & _WRITES
     flags |= _CAREFUL
@@ -112,10 +107,7 @@ def open_file(path: StrPath, flags: int, mode: int = 0o600) -> int:
 
 def open_folder(path: StrPath, flags: int = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) -> int:
     """Open a folder for reading. No part of its path may be a link."""
-    name = os.fspath(path)
-    if _compiled is not None and (fd := _compiled(name, flags, 0, True)) >= 0:
-        return fd
-    return _open_strictly(name, flags, 0)
+    return _open_strictly(os.fspath(path), flags, 0)
 
 
 def open_any(path: StrPath) -> int:
@@ -148,7 +140,9 @@ def _checked(name: str, fd: int) -> int:
 
 
 def _open_strictly(name: str, flags: int, mode: int) -> int:
-    try:
+    if (fd := system.open_linkless(name, flags, mode)) >= 0:
+        return fd
+    try:  # again, for the error
         if _NOFOLLOW_ANY:
             return os.open(name, flags & ~os.O_NOFOLLOW | _NOFOLLOW_ANY, mode)
         return _walk(name, flags, mode)

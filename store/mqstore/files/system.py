@@ -9,6 +9,7 @@ function           Linux                                    elsewhere, or if the
 ``map_file``       needs no descriptor                      keeps one while the mapping exists, before CPython 3.13
 ``write_back``     ``sync_file_range``                      nothing
 ``data_end``       ``lseek``                                the end: nothing is known
+``open_linkless``  ``openat2``                              -1: the caller opens folder by folder
 ``advise``         ``madvise``                              False
 ``boot_id``        ``/proc/sys/kernel/random/boot_id``      macOS ``kern.bootsessionuuid``
 =================  =======================================  =====================================================
@@ -26,6 +27,7 @@ import mmap
 import os
 import sys
 from functools import lru_cache
+from struct import Struct
 from typing import Any
 
 UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
@@ -36,6 +38,7 @@ DONT_NEED = 4
 """MADV_DONTNEED: empty a mapping. Dirty pages of a file stay dirty."""
 _BEGIN = 2  # SYNC_FILE_RANGE_WRITE: begin, and do not wait
 _MAP_FIXED = 0x10
+_OPENAT2, _AT_FDCWD, _RESOLVE_NO_SYMLINKS, _OPEN_HOW = 437, -100, 4, Struct("@3Q")
 _HOLES_KNOWN = frozenset({0xEF53, 0x58465342, 0x01021994})
 """ext4, xfs and tmpfs: asked for holes, they are known to consider the page cache, too."""
 _PATIENCE = 1 << 14
@@ -96,6 +99,7 @@ def _call_of_c(name: str, result: Any, *arguments: Any) -> Any:
 
 _int, _size, _pointer = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
 _sync_file_range = _call_of_c("sync_file_range", _int, _int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_syscall = _call_of_c("syscall", ctypes.c_long, ctypes.c_long, _int, ctypes.c_char_p, ctypes.c_char_p, _size)
 _fstatfs = _call_of_c("fstatfs", _int, _int, _pointer)
 _madvise = _call_of_c("madvise", _int, _pointer, _size, _int)
 # A mapping keeps its file alive by itself. Before 3.13 Python also kept a duplicate descriptor in each, which counts
@@ -117,6 +121,16 @@ def map_file(fd: int, length: int, access: int) -> mmap.mmap:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return mapping
+
+
+def open_linkless(name: str, flags: int, mode: int) -> int:
+    """Open a path of which no part is a link. Return -1 if that fails, or if the system lacks the call."""
+    path = os.fsencode(name)
+    if _syscall is None or b"\0" in path:
+        return -1
+    how = _OPEN_HOW.pack(flags, mode if flags & os.O_CREAT else 0, _RESOLVE_NO_SYMLINKS)
+    fd: int = _syscall(_OPENAT2, _AT_FDCWD, path, how, _OPEN_HOW.size)
+    return fd
 
 
 def data_end(fd: int, start: int, end: int) -> int:
