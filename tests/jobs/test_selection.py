@@ -54,7 +54,7 @@ def test_a_selection_is_bounded_by_times_exactly(store: Path) -> None:
 
 
 def test_bounds_that_leave_nothing_give_no_task(store: Path) -> None:
-    assert select(store, start=datetime(2100, 1, 1)).queue_tasks() == []
+    assert select(store, start=datetime(2100, 1, 1, tzinfo=UTC)).queue_tasks() == []
     assert select(store, topics="t", start=str(T0 + 7), stop=str(T0 + 7)).queue_tasks() == []
 
 
@@ -75,6 +75,7 @@ def test_a_selection_passes_through_and_then_says_it_all(store: Path) -> None:
         ({"options": {"maxOffsetsPerTrigger": "1"}}, "maxOffsetsPerTrigger is for spark.readStream"),
         ({"start": 5}, "start=5 is not a time; for queue offsets use the option startingOffsets"),
         ({"stop": True}, "stop=True is not a time; for queue offsets use the option endingOffsets"),
+        ({"start": datetime(2026, 1, 31)}, "has no time zone; use an aware one"),
         ({"start": "yesterday"}, "option startingTimestamp='yesterday'"),
         ({"stop": "1", "options": {"endingTimestamp": "1"}}, "option 'endingTimestamp' is given twice"),
         ({"where": "level = "}, "option filter='level = '"),

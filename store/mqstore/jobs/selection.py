@@ -109,6 +109,8 @@ def select(
 def _time(name: str, bound: Bound, by_offset: str) -> str | None:
     if not isinstance(bound, datetime | str | None):
         raise ConfigError(f"{name}={bound!r} is not a time; for queue offsets use the option {by_offset}")
+    if isinstance(bound, datetime) and bound.tzinfo is None:
+        raise ConfigError(f"{name}={bound!r} has no time zone; use an aware one as datetime.now(timezone.utc)")
     return bound.isoformat() if isinstance(bound, datetime) else bound
 
 
