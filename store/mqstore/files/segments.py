@@ -126,10 +126,11 @@ class SegmentRun:
         """Find the files that cannot be opened. A writer raises their error, since it would cut the log there."""
         self.unreadable = {}
         with contextlib.suppress(FileNotFoundError):
-            for name in self._fs.scandir(self.directory):
+            folder = os.fspath(self.directory)
+            for name in self._fs.scandir(folder):
                 try:
                     if segment_start(name) is not None:
-                        self._fs.close(self._fs.open(self.directory / name, os.O_RDONLY))
+                        self._fs.close(self._fs.open(os.path.join(folder, name), os.O_RDONLY))
                 except FileNotFoundError:
                     continue  # removed meanwhile
                 except OSError as error:

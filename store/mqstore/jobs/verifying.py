@@ -31,7 +31,7 @@ from mqstore.jobs.opening import StoreName, open_store
 from mqstore.jobs.runner import Progress, Runner, Where
 from mqstore.jobs.selection import Selection, Shaped, Stores, check_followed, select
 from mqstore.layout.dispatch import SCHEDULE_TOPIC
-from mqstore.log.reading.deleted import load_deleted
+from mqstore.log.reading.reader import StoreReader
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.known_damage import load_known
 from mqstore.log.recovery.ranges import RANGE_BYTES, LogRange, RangeResult
@@ -266,8 +266,8 @@ class Recovered:
     error: str | None
     """Reason why the store could not be recovered, or None if it could."""
     profile: str = ""
-    """Profile of the store. "" if it could not be recovered, or its `config` folder is damaged. The next two are empty
-    then."""
+    """Profile of the store. "" if it could not be recovered, or its delay levels could not be read. The next two are
+    empty then."""
     orphan_levels: Mapping[int, int] = field(default_factory=dict)
     """Number of messages by delay level that the store's table does not have. The next broker moves them to the timer
     (delivery#level-crash)."""
@@ -310,23 +310,19 @@ def _attempt(work: partial[Recovered], name: StoreName) -> Recovered:
         return Recovered(name.id, name.path, None, str(error))
 
 
-class _DelayLevels(ReadOnlyMessageStore):
-    """Store of which only the delay levels are loaded, since all other queues have just been read."""
-
-    def _load_queues(self) -> None:
-        load_deleted(self.parts, writer=False)
-        self.queue_table.load(exact=not self.clean_shutdown, only=[SCHEDULE_TOPIC], then=self._bound)
-
-
 def _recover(options: RecoverOptions, name: StoreName, progress: Progress | None = None) -> Recovered:
-    fs = QUIET if options.dry_run else REAL
-    work = partial(recover_store, json_checks=CONFIG_CHECKS, record_check=unreadable_records)
-    found = Recovered(name.id, name.path, work(name.path, options, progress=progress, fs=fs), None)
-    try:
-        with _DelayLevels(name.path, fs=QUIET) as store:
-            waiting = {view.level: view.waiting for view in delay_levels(open_tables(store)) if view.delay_ms is None}
-            orphans = {level: count for level, count in waiting.items() if count}
+    found = Recovered(name.id, name.path, None, None)
+
+    def check(store: StoreReader) -> Iterator[Finding]:
+        nonlocal found
+        with suppress(MQStoreError, OSError):  # damage in config/ does not concern a recovery of the log
+            levels = delay_levels(open_tables(store)) if store.queue_table.of(SCHEDULE_TOPIC) else ()
+            orphans = {view.level: view.waiting for view in levels if view.delay_ms is None and view.waiting}
             profile = store.manifest.profile
-            return replace(found, profile=profile, orphan_levels=orphans, foreign=tuple(store.foreign()))
-    except (MQStoreError, OSError):  # damage in config/ does not concern a recovery of the log
-        return found
+            found = replace(found, profile=profile, orphan_levels=orphans, foreign=tuple(store.foreign()))
+        return unreadable_records(store)
+
+    fs = QUIET if options.dry_run else REAL
+    work = partial(recover_store, json_checks=CONFIG_CHECKS, record_check=check)
+    report = work(name.path, options, progress=progress, fs=fs)
+    return replace(found, report=report)

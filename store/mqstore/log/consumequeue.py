@@ -10,7 +10,7 @@ sync in between. So after a power cut it may be short. The next opening for writ
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -451,11 +451,8 @@ class QueueTable:
 
     # -- the table --------------------------------------------------------------------------------------------------
 
-    def load(
-        self, *, exact: bool, only: Sequence[str] | None = None, then: Callable[[ConsumeQueue], None] | None = None
-    ) -> None:
-        """Find every queue on disk, or those of the topics `only`. `then` is called for each one while its file is
-        open."""
+    def load(self, *, exact: bool, then: Callable[[ConsumeQueue], None] | None = None) -> None:
+        """Find every queue on disk. `then` is called for each one while its file is open."""
         self.short_files.clear()
         beside = os.path.dirname(self.root)
         self.batch_topics = frozenset(self._folders(os.path.join(beside, "batchconsumequeue")))
@@ -463,7 +460,7 @@ class QueueTable:
         self.in_rocksdb = self.fs.exists(os.path.join(self.root, "CURRENT"))
         topics = sorted(self._folders(self.root, own=self.own))
         self.unsafe_names += [topic for topic in topics if not is_path_safe(topic)]
-        for key in self.on_disk(topics if only is None else only):
+        for key in self.on_disk(topics):
             queue = self.create(*key)
             queue.load(exact=exact)
             if then is not None:

@@ -12,6 +12,7 @@ import mmap
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -45,8 +46,7 @@ def misnamed_segments(run: SegmentRun, checksum: Checksum, fs: FileSystem, start
     """Return the right physical offset of each misnamed segment file, by file name.
     Empty if the names from physical offset `start` on are right. Leaves out a file whose right place another file
     occupies rightly."""
-    own = {os.path.basename(segment.path) for segment in run.segments()}
-    others = [name for name in _names(run, fs) if name not in own]
+    others = _other_names(run, fs)
     if not others and _begin_with_records(run, start, checksum):
         return {}
     said = {os.path.basename(segment.path): segment.start for segment in run.segments()}
@@ -107,14 +107,14 @@ def rename_segments(run: SegmentRun, places: dict[str, int], fs: FileSystem) -> 
     fs.sync_directory(run.directory)
 
 
-def _names(run: SegmentRun, fs: FileSystem) -> list[str]:
-    """Return the names in the folder of the log that are, or were, names of segments."""
-    try:
-        files = fs.scandir_files(run.directory)
-    except FileNotFoundError:
-        return []
-    known = (name for name, _ in files if name not in run.unreadable)
-    return [name for name in known if segment_start(name.removesuffix(_UNFINISHED)) is not None]
+def _other_names(run: SegmentRun, fs: FileSystem) -> list[str]:
+    """Return the files of the log's folder that are not segments of it, but have, or had, names of segments."""
+    own = {os.path.basename(segment.path) for segment in run.segments()}
+    with suppress(FileNotFoundError):
+        names = {*fs.scandir(run.directory)} - own - run.unreadable.keys()
+        if others := {name for name in names if segment_start(name.removesuffix(_UNFINISHED)) is not None}:
+            return [name for name, _ in fs.scandir_files(run.directory) if name in others]
+    return []
 
 
 def _place_of(buffer: mmap.mmap, stop: int, start: int | None, segment_bytes: int, checksum: Checksum) -> int | None:

@@ -52,7 +52,8 @@ def recover_store(
     if options.dry_run:
         refuse_beside_writer(root, fs)  # a record being written cannot be checked
         with ReadOnlyMessageStore(root, config=config, fs=fs, exact=True) as store:
-            manifests.stored(root, store.config, fs)  # raises if it was derived, since a recovery refuses that
+            if store.manifest.derived:
+                manifests.stored(root, store.config, fs)  # raises, since a recovery refuses a derived manifest
             report = store.plan_recovery(options, progress)
             return _completed(report, store, json_checks, record_check)
     with MessageStore(root, create=False, config=config, fs=fs, recover_options=options, progress=progress) as store:
