@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -272,3 +273,68 @@ def test_removing_a_tree_keeps_link_targets(tmp_path: Path) -> None:
         REAL.remove_tree(tmp_path / name)
     assert os.listdir(tmp_path) == ["kept"]
     assert (tmp_path / "kept" / "b").read_text() == "b"
+
+
+def test_many_files_are_synced_at_the_same_time() -> None:
+    both = threading.Barrier(2, timeout=30)  # breaks unless two calls wait at once
+    synced: list[int] = []
+
+    def sync(number: int) -> None:
+        both.wait()
+        synced.append(number)
+
+    REAL.sync_each(sync, range(8))
+    assert sorted(synced) == [*range(8)]
+
+
+def test_other_file_systems_see_syncs_in_their_order(fs: FaultyFileSystem) -> None:
+    synced: list[tuple[int, str]] = []
+    fs.sync_each(lambda number: synced.append((number, threading.current_thread().name)), range(100))
+    assert synced == [(number, threading.current_thread().name) for number in range(100)]
+
+
+def test_syncs_without_a_free_thread_are_made_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    synced: list[int] = []
+    monkeypatch.setattr(threading.Thread, "start", start)
+    REAL.sync_each(synced.append, range(100))
+    assert synced == [*range(100)]
+
+
+@pytest.mark.parametrize("other", [StoreIOError(errno.EMFILE, "no descriptor", "a", "open"), KeyboardInterrupt()])
+def test_final_error_of_a_sync_is_raised_before_others(other: BaseException) -> None:
+    final = StoreIOError(errno.EIO, "lost", "b", "fdatasync")
+    both = threading.Barrier(2, timeout=30)
+    errors: list[BaseException] = [other, final]
+
+    def sync(_: int) -> None:
+        both.wait()
+        with turn:
+            raise errors.pop(0)
+
+    turn = threading.Lock()
+    with pytest.raises(StoreIOError) as caught:
+        REAL.sync_each(sync, range(4))
+    assert caught.value is final
+
+
+def test_no_sync_begins_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class LateThread(threading.Thread):
+        def start(self) -> None:
+            pass
+
+        def join(self, timeout: float | None = None) -> None:
+            self.run()
+
+    synced: list[int] = []
+
+    def sync(number: int) -> None:
+        synced.append(number)
+        raise StoreIOError(errno.EIO, "lost", "a", "fdatasync")
+
+    monkeypatch.setattr(threading, "Thread", LateThread)
+    with pytest.raises(StoreIOError, match="lost"):
+        REAL.sync_each(sync, range(10))
+    assert synced == [0]

@@ -336,7 +336,8 @@ class SegmentWriter(SegmentRun):
         try:
             # Open the segments that a put may leave unsynced, and no more: a recovery syncs all, one by one.
             opened = {segment.start: self._file_to_sync(segment) for segment in wanted[:_OPEN_AHEAD]}
-            for segment in wanted:
+
+            def sync(segment: Segment) -> None:
                 if not _LINUX:
                     # Elsewhere a sync of the file need not include stores through a mapping.
                     mapping = segment.mapping
@@ -345,6 +346,8 @@ class SegmentWriter(SegmentRun):
                 file = opened.pop(segment.start, None) or self._file_to_sync(segment)
                 if file is not None:
                     self._fs.fdatasync(file.fd)
+
+            self._fs.sync_each(sync, wanted)
             self.sync_folder()
         except StoreIOError as error:
             if not is_not_begun(error):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mqstore import arrays as np
@@ -407,6 +408,12 @@ class ConsumeQueue(QueueTail):
         return dropped
 
 
+def _sync_kept(sync: Callable[[str], None], path: str) -> None:
+    """Sync a file or folder, unless retention has removed it, or all files of a deleted topic."""
+    with suppress(FileNotFoundError):
+        sync(path)
+
+
 def _is_queue_id(name: str) -> bool:
     """Return True if a folder of this name belongs to a queue."""
     return name.isascii() and name.isdigit() and str(int(name)) == name and int(name) <= _MAX_QUEUE_ID
@@ -573,14 +580,8 @@ class QueueTable:
             files, self._dirty = self._dirty, set()
             directories, self._dirty_directories = self._dirty_directories, set()
         try:
-            for path in sorted(files):
-                try:
-                    self.descriptors.fdatasync(path)
-                except FileNotFoundError:  # retention removed it
-                    continue
-            for directory in sorted(directories):
-                with suppress(FileNotFoundError):  # retention removed all files of a deleted topic
-                    self.fs.sync_directory(directory)
+            self.fs.sync_each(partial(_sync_kept, self.descriptors.fdatasync), sorted(files))
+            self.fs.sync_each(partial(_sync_kept, self.fs.sync_directory), sorted(directories))
         except BaseException:
             with self._lock:
                 self._dirty |= files
