@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mqstore import OutgoingMessage, SimulatedClock, StoreConfig
@@ -23,7 +24,8 @@ from mqstore.log import index as index_module
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.store import MessageStore
-from mqstore.log.writing.dispatcher import Dispatcher
+from mqstore.log.writing.dispatcher import Dispatcher, slot_runs
+from mqstore.remoting.short import bodies_bytes
 from tests.conftest import GOLDEN_NAMES, Golden, GoldenStore
 from tests.faults import FaultyFileSystem
 from tests.log.support import SEGMENT, all_queues, files, flip_log, open_store, units_of, until_parked
@@ -103,8 +105,8 @@ def test_batches_get_the_units_that_reading_gives(tmp_path: Path, seed: int, dur
     with open_store(tmp_path / "s", durability=durability, fs=faulty, **small) as store:
         for _ in range(200):
             topic, queue_id = draw.choice("ab"), draw.randrange(2)
-            items: list[Any] = [draw.randbytes(draw.randrange(30)) for _ in range(draw.choice([2, 63, 64, 65, 1500]))]
-            action = draw.choice(["put", "tags", "dispatch", "fail", *["many"] * 4])
+            items: list[Any] = [draw.randbytes(draw.randrange(30)) for _ in range(draw.choice([2, 15, 16, 64, 1500]))]
+            action = draw.choice(["put", "tags", "dispatch", "fail", *["many", "packed"] * 4])
             if action == "tags":
                 items = [OutgoingMessage(item, tag="t") for item in items]
             elif action == "fail":
@@ -114,7 +116,7 @@ def test_batches_get_the_units_that_reading_gives(tmp_path: Path, seed: int, dur
                     store.put(topic, b"y", queue_id, tag="t")
                 elif action == "dispatch":
                     store.dispatch()
-                else:
+                elif action != "packed" or store.writer.put_packed(topic, bodies_bytes(items), queue_id) is None:
                     store.put_many(topic, items, queue_id)
         store.dispatch()
         bounds = {queue: store.offsets(*queue) for queue in all_queues(store)}
@@ -126,6 +128,34 @@ def test_batches_get_the_units_that_reading_gives(tmp_path: Path, seed: int, dur
         assert {queue: store.offsets(*queue) for queue in bounds} == bounds
         assert list(store.verify()) == []
     assert {queue: units_of(tmp_path / "s", *queue) for queue in bounds} == units
+
+
+def test_batches_are_dispatched_without_reading_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("few", "read_run"):
+        monkeypatch.setattr(f"mqstore.log.writing.dispatcher.{name}", None)
+    bodies = [b"%d" % i for i in range(32)]
+    with open_store(tmp_path / "s", segment_bytes=1 << 20) as store:
+        assert np.arange(1) == [0], "the dispatcher does not load numpy"
+        for queue_id in (0, 1, 0):
+            store.put_many("t", bodies, queue_id)
+            if store.writer.put_packed("t", bodies_bytes(bodies), queue_id) is None:  # without compiled parts
+                store.put_many("t", bodies, queue_id)
+        store.dispatch()
+        for queue_id, repeats in ((0, 4), (1, 2)):
+            assert [message.body for message in store.read("t", queue_id, 0, 999)] == bodies * repeats
+
+
+def test_batches_after_the_visible_end_are_not_dispatched(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s", segment_bytes=1 << 20) as store:
+        store.put_many("t", [b"a"] * 32)
+        synced, visible_end = store.max_offset, store._dispatcher.visible_end
+        store.put_many("t", [b"b"] * 32)
+        store._dispatcher.visible_end = lambda: synced
+        store.dispatch()
+        assert store.offsets("t", 0) == (0, 32)
+        store._dispatcher.visible_end = visible_end
+        store.dispatch()
+        assert store.offsets("t", 0) == (0, 64)
 
 
 def test_duplicate_keys_prepared_and_rollback_records_in_the_index(store: MessageStore) -> None:
@@ -482,3 +512,11 @@ def test_a_waiting_reader_goes_before_the_next_dispatch(store: MessageStore) -> 
     dispatcher.run_again()
     reader.join()
     assert passes[1] is reader
+
+
+@pytest.mark.parametrize(
+    ("end", "offsets", "runs"),
+    [(5, range(5, 8), [(0, 3)]), (6, range(5, 8), [(1, 3)]), (8, range(5, 8), []), (0, range(5, 8), [(0, 3)])],
+)
+def test_consecutive_slots_are_as_those_of_a_list(end: int, offsets: range, runs: list[tuple[int, int]]) -> None:
+    assert slot_runs(end, offsets) == slot_runs(end, [*offsets]) == runs

@@ -92,7 +92,7 @@ class Listed(NamedTuple):
 class Output(NamedTuple):
     """Units by queue and index entries to write for a range of the log."""
 
-    queues: Sequence[tuple[str, int, list[int] | _Int64s, bytes]]
+    queues: Sequence[tuple[str, int, list[int] | range | _Int64s, bytes]]
     """(topic, queue id, queue offsets, the units of these slots), each in log order."""
     entry_hash: Sequence[int] | _Int32s
     entry_physical_offset: Sequence[int] | _Int64s

@@ -12,8 +12,11 @@ While Python code appends, compiled code does not (`_appending`), and the lock r
 from __future__ import annotations
 
 import copy
+import sys
 import time
 import zlib
+from array import array
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
@@ -43,8 +46,6 @@ from mqstore.native import crc32c, kernel
 from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
-    from array import array
-
     from mqstore.log.store_files import StoreParts
 
 __all__ = ["ALLOWANCE", "ORDINARY", "CommitLog", "Fields", "OutOfReachError", "QueueRef", "SendReceipt", "SendReceipts"]
@@ -67,10 +68,8 @@ the call costs more, since it switches threads."""
 _CONTINUED_BYTES = 16_384
 """The same after another batch that was written by a call: pages are not prepared there, and faults cost more."""
 
-_NOTED_RECORDS = range(64, 8193)
-"""Numbers of records of a batch that is noted: fewer are read as fast, and more take too much memory."""
-_NOTED_BATCHES = 256
-"""Most batches noted at a time. The dispatcher does not use those that were noted after it has read them."""
+_NOTED_RECORDS, _NOTED_BATCHES = 8192, 256
+"""Largest batch that is noted, and number of batches noted at a time: more would take too much memory."""
 
 Result = TypeVar("Result")
 _Encoded = tuple[bytearray | memoryview, Mapping[QueueTail, int], Result]
@@ -98,15 +97,11 @@ ORDINARY = Fields()
 """Fields of a put without a flag."""
 
 
-class Noted(NamedTuple):
-    """Records of one queue without properties, which were appended together: what their units need."""
+Noted = tuple[QueueTail, bytes, int]
+"""Records of one queue without properties that were appended together: the queue, and where their numbers are.
 
-    queue: QueueTail
-    offset: int
-    """Queue offset of the first record."""
-    positions: array[int]
-    """Physical offset of each record, and the end of the last one."""
-    timestamp_ms: int
+These are the first queue offset, the store timestamp, the physical offset of each record, and the end of the last one.
+Bytes have them from an index on, each as i64 in big-endian order, as the receipts of a served `put_many` do."""
 
 
 class CommitLog(LogTail):
@@ -140,8 +135,8 @@ class CommitLog(LogTail):
         self._on_alarm = on_alarm
         self.free_until = 0
         """Position up to which puts of applications need not ask for room (`log/writing/room.py`)."""
-        self.noted: dict[int, Noted] = {}
-        """Batches that the dispatcher need not read, by physical offset. It reads those that are missing here."""
+        self.noted: deque[Noted] = deque(maxlen=_NOTED_BATCHES)
+        """Latest batches that the dispatcher need not read. It reads those that are missing here."""
         self.lock = Lock()
         """Held by appends in Python, and by a bulk append for as long as it lasts."""
         self._appending = False
@@ -286,10 +281,11 @@ class CommitLog(LogTail):
             return data, {queue: offset + number}, (offset, positions, now_ms)
 
         offset, positions, now_ms = found = self._append(total, encode)
-        if tails is queue.plain_tail and number in _NOTED_RECORDS:
-            if len(self.noted) >= _NOTED_BATCHES:
-                self.noted.clear()
-            self.noted[positions[0]] = Noted(queue, offset, positions, now_ms)
+        if tails is queue.plain_tail and number <= _NOTED_RECORDS:
+            numbers = array("q", (offset, now_ms)) + positions
+            if sys.byteorder == "little":
+                numbers.byteswap()
+            self.noted.append((queue, numbers.tobytes(), 0))
         return found
 
     def append_copies(
@@ -468,7 +464,11 @@ class CommitLog(LogTail):
         if self._fd < 0:
             self._extend()
         done = self._put_packed(queue, data, max_body)
-        return self._put_packed(queue, data, max_body) if done is None and self._extend() else done
+        if done is None and self._extend():
+            done = self._put_packed(queue, data, max_body)
+        if done is not None:
+            self.noted.append((queue, done, done[0] + 9))  # after a host with its size, queue id and count
+        return done
 
     def _extend(self) -> bool:
         """Have a descriptor for `_put_packed`, and use disk blocks that were allocated ahead (`PagePrefetch`).

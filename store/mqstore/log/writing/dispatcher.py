@@ -3,8 +3,8 @@
     position --- records ---> end        everything below `position` has its units; readers see units, never the log
 
 It runs in passes over newly appended records: read them, write units by queue, write index entries, wake waiting
-readers. A single message takes the same steps without arrays (`dispatch.few`). Large batches without properties need
-not be read: the log has noted their places (`CommitLog.noted`). A background thread may call it, or a
+readers. A single message takes the same steps without arrays (`dispatch.few`). Batches without properties need not be
+read: the log has noted their places (`CommitLog.noted`). A background thread may call it, or a
 reader that wants to see its own put, under one lock and in one order. If a write fails, nothing is lost: `position`
 does not move, and the next pass repeats the work.
 """
@@ -15,13 +15,14 @@ import math
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from struct import Struct
 
 from mqstore import arrays as np
 from mqstore.errors import StoreFullError
 from mqstore.layout.consumequeue import UNIT_BYTES, unit_dtype
 from mqstore.layout.dispatch import FEW_RECORDS, FEW_WITHOUT_NUMPY, Output, few
 from mqstore.layout.scan import find_next, read_run
-from mqstore.log.commitlog import CommitLog, Noted
+from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
 from mqstore.log.recovery.scanner import check_at
@@ -36,17 +37,23 @@ from mqstore.threads import breathe
 _BATCH = 1 << 15
 """Maximum number of records of one pass, as many as a chunk of `put_many` has.
 Each pass waits several times for the interpreter, while a putting thread holds it."""
+_NOTED_MIN = 16
 _PACE_S, _PACE_BYTES = 0.01, 4 << 20
 """Time and bytes that puts may use before the next pass, if no reader waits.
 A pass has a fixed cost, and each switch of threads costs as much as thousands of puts."""
+_HEAD, _END = Struct(">qqq"), Struct(">q")
+"""First and last numbers of a noted batch."""
 _RETRY_MIN_S, _RETRY_MAX_S = 0.1, 10.0
 
 
-def slot_runs(end: int, offsets: np.NDArray[np.int64] | list[int]) -> list[tuple[int, int]]:
+def slot_runs(end: int, offsets: np.NDArray[np.int64] | list[int] | range) -> list[tuple[int, int]]:
     """Return the index ranges (start, stop) of `offsets` that are consecutive, free slots from `end` on.
 
     A record whose slot is already used is a repeat and is left out. The first one counts (format#unit-append).
     """
+    if isinstance(offsets, range):
+        skipped = max(0, end - offsets.start)
+        return [(skipped, len(offsets))] if skipped < len(offsets) else []
     if not isinstance(offsets, list):  # an array
         count = len(offsets)
         if (
@@ -140,7 +147,7 @@ class Dispatcher:
 
     def _pass(self, end: int) -> None:
         """Dispatch the rest of a segment, at most `_BATCH` records, or batches that the log has noted."""
-        if (noted := self._noted(end)) is not None:
+        if "numpy" in sys.modules and (noted := self._noted(end)) is not None:
             self._write(*noted)
             return
         run = self._log.run
@@ -177,25 +184,35 @@ class Dispatcher:
         _log.error("commitlog damaged at %d: %s; dispatch continues at %d", base + stop, check.detail, self.position)
 
     def _noted(self, end: int) -> tuple[Output, int] | None:
-        """Return the units of the noted batches that follow each other from `position` on, and their end."""
+        """Return the units of the noted batches that follow each other from `position` on, and their end. Fewer records
+        are read as fast, and give None."""
         noted, at, count = self._log.noted, self.position, 0
-        chains: dict[QueueTail, list[Noted]] = {}
-        stamp = None
-        while count < _BATCH and (found := noted.get(at)) is not None and found.positions[-1] <= end:
-            noted.pop(at, None)
-            chains.setdefault(found.queue, []).append(found)
-            count += len(found.positions) - 1
-            at, stamp = found.positions[-1], found.timestamp_ms
-        if not chains or "numpy" not in sys.modules:
+        batches: list[tuple[QueueTail, int, int]] = []
+        starts: list[bytes] = []
+        while noted and count < _BATCH:
+            queue, data, index = noted[0]
+            offset, stamp, start = _HEAD.unpack_from(data, index)
+            [stop] = _END.unpack_from(data, len(data) - _END.size)
+            if start > at or stop > end:
+                break
+            noted.popleft()
+            if start == at:  # else it was read
+                starts.append(data[index + 16 : -8])
+                batches.append((queue, offset, len(starts[-1]) // 8))
+                at, count = stop, count + batches[-1][2]
+        if count < _NOTED_MIN:
             return None
+        bounds = np.frombuffer(b"".join((*starts, _END.pack(at))), ">i8")
+        rows = np.zeros(count, unit_dtype())
+        rows["physical_offset"], rows["size"] = bounds[:-1], bounds[1:] - bounds[:-1]
+        units, begin = rows.tobytes(), 0
+        chains: dict[QueueTail, tuple[int, list[bytes]]] = {}
+        for queue, offset, number in batches:
+            chains.setdefault(queue, (offset, []))[1].append(units[begin : (begin := begin + number * UNIT_BYTES)])
         queues = []
-        for queue, chain in chains.items():
-            bounds = [np.frombuffer(each.positions, np.int64) for each in chain]
-            starts = np.concatenate([each[:-1] for each in bounds])
-            units = np.zeros(len(starts), unit_dtype())
-            units["physical_offset"], units["size"] = starts, np.concatenate([*map(np.diff, bounds)])
-            first = chain[0].offset
-            queues.append((*queue.ref, np.arange(first, first + len(starts)), units.tobytes()))
+        for queue, (first, parts) in chains.items():
+            own = b"".join(parts)
+            queues.append((*queue.ref, range(first, first + len(own) // UNIT_BYTES), own))
         return Output(queues, (), (), (), stamp), at
 
     def _write(self, output: Output, position: int) -> None:
