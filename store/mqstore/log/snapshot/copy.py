@@ -360,8 +360,7 @@ class TreeCopy(Closing):
         for name in reversed(self._folders):
             with suppress(FileNotFoundError):
                 self._fs.take_after(self._target / name, QUIET.stat(self._source / name))
-            self._fs.sync_directory(self._target / name)
-        self._fs.sync_directory(self._target.parent)
+        self._fs.sync_each(self._fs.sync_directory, [*map(self._target.joinpath, self._folders), self._target.parent])
 
     def _create(self, name: str) -> int:
         self.folder(os.path.dirname(name))
@@ -370,14 +369,12 @@ class TreeCopy(Closing):
         self._unsynced.append(fd)
         return fd
 
-    def _sync_some(self, left: int = _UNSYNCED) -> None:
-        """Sync all but `left` files by the descriptors that wrote them, which receive the system's errors."""
-        while len(self._unsynced) > left:
-            fd = self._unsynced.popleft()
-            try:
-                self._fs.fdatasync(fd)
-            finally:
-                self._fs.close(fd)
+    def _sync_some(self, least: int = _UNSYNCED) -> None:
+        """Sync the files, if there are more than `least`, by the descriptors that wrote them.
+        These receive the system's errors."""
+        if len(self._unsynced) > least:
+            self._fs.sync_each(self._fs.fdatasync, self._unsynced)
+            self.close()
 
 
 class _GoneError(Exception):
