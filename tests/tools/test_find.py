@@ -112,6 +112,16 @@ STATES: dict[str, Callable[[Path], object]] = {
 }
 
 
+def test_topic_alone_is_read_from_all_queues(hours: tuple[Path, list[Put]]) -> None:
+    """It printed the first message of queue 0."""
+    path, puts = hours
+    result = mqstore("get", path, "--topic", "pay", "--json", exit_code=0)
+
+    assert numbers(result.stdout) == [put.number for put in puts if put.topic == "pay"][:32]
+    assert searched(result.stderr)["limited"] is True
+    assert mqstore("get", path, "--topic", "pay", "--queue-id", 1, "--limit", 3, "--json").stdout.count("\n") == 3
+
+
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("name", FILTERS)
 def test_filters_find_the_same_in_damaged_stores(
@@ -317,7 +327,7 @@ def test_stores_of_a_java_broker_are_searched(golden: Golden, name: str) -> None
 
 def test_id_is_that_of_a_record_or_a_unique_key_of_all_copies(tmp_path: Path) -> None:
     shop.fill(tmp_path / "s")
-    [row] = json_lines(mqstore("get", tmp_path / "s", "--topic", "orders", "--json").stdout)
+    [row] = json_lines(mqstore("get", tmp_path / "s", "--topic", "orders", "--limit", 1, "--json").stdout)
 
     one = mqstore("get", tmp_path / "s", "--id", row["message_id"], "--json", exit_code=0)
     copies = mqstore("get", tmp_path / "s", "--id", f"{192:032X}", "--json", exit_code=0)

@@ -41,7 +41,7 @@ def offsets(messages: list[dict[str, Any]]) -> list[int]:
 def test_by_offset(store: tuple[Path, list[SendReceipt]]) -> None:
     path, _ = store
 
-    assert offsets(get(path, "--topic", "orders")) == [0]
+    assert offsets(get(path, "--topic", "orders", "--offset", 1)) == [1]
     assert offsets(get(path, "--topic", "orders", "--offset", 2, "--max-messages", 2)) == [2, 3]
     assert offsets(get(path, "--topic", "orders", "--max-messages", 9, "--tag", "odd")) == [1, 3]
 
@@ -94,11 +94,11 @@ def test_a_search_without_hits_exits_with_1(store: tuple[Path, list[SendReceipt]
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
-        ("queue gone", ["--topic", "topic0"], "topic0, queue 0, lacks messages"),
+        ("queue gone", ["--topic", "topic0", "--queue-id", "0"], "topic0, queue 0, lacks messages"),
         ("queue gone", ["--topic", "topic0", "--queue-id", "0", "--offset", "3"], "topic0, queue 0, lacks messages"),
         ("topic gone", ["--topic", "topic1", "--queue-id", "1"], "topic1, queue 0, lacks messages"),
         ("topic gone", ["--topic", "topic1", "--key", "k1", "--max-messages", "2"], "topic1, queue 0, lacks messages"),
-        ("queues gone", ["--topic", "topic0"], "topic0, queue 0, lacks messages"),
+        ("queues gone", ["--topic", "topic0", "--queue-id", "0"], "topic0, queue 0, lacks messages"),
         ("index gone", ["--topic", "topic0", "--key", "k2"], "recover"),
         ("one message", ["--physical-offset", "40"], "bad_record: commitlog/"),
         ("segment gone", ["--physical-offset", "45"], "missing_segment: commitlog/"),
@@ -158,7 +158,7 @@ def test_a_body_that_does_not_inflate_is_shown_as_stored(tmp_path: Path) -> None
     assert "    not zlib" in people.stdout
     assert program.stdout == ""
     assert "zlib" in program.stderr
-    raw = mqstore("get", tmp_path / "s", "--topic", "orders", "--raw-bodies", "--json")
+    raw = mqstore("get", tmp_path / "s", "--topic", "orders", "--offset", 0, "--raw-bodies", "--json")
     assert (raw.exit_code, raw.stderr) == (0, "")
     assert base64.b64decode(json.loads(raw.stdout)["body"]) == b"not zlib"
 

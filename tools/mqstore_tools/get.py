@@ -59,15 +59,15 @@ _NO_GOOD = {
 @with_options(
     directory_argument,
     click.option("--topic", help="Topic to read or search. Default of a search: all."),
-    click.option("--queue-id", type=click.IntRange(0), help="Queue to read (default 0). Default of a search: all."),
-    click.option("--offset", type=click.IntRange(0), help="First queue offset (default: the first readable one)."),
+    click.option("--queue-id", type=click.IntRange(0), help="Only this queue (with --offset: default 0)."),
+    click.option("--offset", type=click.IntRange(0), help="First queue offset."),
     click.option(
         "--limit",
         "--max-messages",
         "max_messages",
         type=click.IntRange(1),
         metavar="N",
-        help=f"Print at most N messages (default 1, {_FOUND} of a search).",
+        help=f"Print at most N messages (default {_FOUND}, with --offset 1).",
     ),
     click.option("--last", type=click.IntRange(1), metavar="N", help="The newest N messages, by store time."),
     click.option(
@@ -100,10 +100,10 @@ def get(
 ) -> None:
     """Print messages of the store in DIR.
 
-    Choose a place: --topic (with --queue-id, --offset), --topic with --last or --follow, --id, or --physical-offset.
-    Or search: --key, --unique-key, --tag, --from, --until, --where and --grep must all match. A search without --topic
-    reads all topics. Copies for a retry, a delay or a dead letter are found in the topics where they are stored, not by
-    the --topic to which they were sent. A filter also chooses among the messages of a place.
+    Choose a place: --topic with --queue-id or --offset, with --last or with --follow, --id, or --physical-offset.
+    Or search: --topic, --key, --unique-key, --tag, --from, --until, --where and --grep must all match. A search without
+    --topic reads all topics. Copies for a retry, a delay or a dead letter are found in the topics where they are
+    stored, not by the --topic to which they were sent. A filter also chooses among the messages of a place.
 
     A search uses the index for keys, the queues of a --topic, or else the log, and reads only the time that is asked
     for. Keys are found newest first, everything else in the order of the log. A line on stderr counts the messages that
@@ -120,10 +120,10 @@ def get(
     if ways:
         refuse_given(_NO_GOOD[ways[0]], f"does not go with {_option(ways[0])}")
     search = search_of(() if topic is None else (topic,), queue_id, filters)
-    searches = bool(search) and offset is None and not ways
-    if topic is None and not searches and not {*ways} & {"message_id", "physical_offset"}:
+    searches = (bool(search) or queue_id is None) and offset is None and not ways
+    if topic is None and not search and not {*ways} & {"message_id", "physical_offset"}:
         raise click.UsageError("give --topic, --id, --physical-offset, or a filter")
-    search.limit = max_messages = last or max_messages or (_FOUND if searches or message_id else 1)
+    search.limit = max_messages = last or max_messages or (_FOUND if offset is None else 1)
 
     def show_hex(place: int) -> bool:
         try:
@@ -180,7 +180,7 @@ def get(
         note(f"{bad} damaged records were skipped; see `mqstore verify`")
     if incomplete is not None:
         note_incomplete(incomplete, directory)
-    if search:
+    if search or searches:
         note_searched(search, limited=shown == max_messages)
     finish(bad or unread or incomplete is not None or search.missed or not shown or undecoded)
 
