@@ -239,6 +239,7 @@ class Assignment:
             self.membership.give([ref])
             return False
         queue = ProcessQueue(ref, begin, self._clock.monotonic_ms(), self._limits)
+        queue.pull, queue.on_news = partial(self._pull, queue), partial(self._submit_pull, queue)
         queue.committed = begin if offset is None else None
         if self._retries is not None:
             queue.attempts = self._broker.attempts(self.group, *ref)
@@ -358,10 +359,10 @@ class Assignment:
 
     # -- pulling ----------------------------------------------------------------------------------------------------
 
-    def _submit_pull(self, queue: ProcessQueue) -> None:
+    def _submit_pull(self, queue: ProcessQueue, _worth: bool = True) -> None:
         """Make a worker pull. Any thread may call this, even during a dispatch, so it must not wait."""
         queue.submitted = True
-        self._workers.submit(partial(self._pull, queue))
+        self._workers.submit(queue.pull)
 
     def _pull(self, queue: ProcessQueue, worker: Worker) -> Flow[None]:
         if queue.closing:
@@ -443,7 +444,7 @@ class Assignment:
                 queue.waiter = self._broker.add_waiter(
                     *ref,
                     queue.next_offset,
-                    lambda worth: self._submit_pull(queue),
+                    queue.on_news,
                     filter=self._filter(ref.topic),
                     timeout=HOLD_S,
                 )
