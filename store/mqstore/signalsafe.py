@@ -115,10 +115,7 @@ class Lock(RLock):  # type: ignore[misc]  # final for typeshed, not for CPython
         finally:
             self.is_lent = before
 
-    @property
-    def is_held_here(self) -> bool:
-        """True if the calling thread has this lock."""
-        return self._is_owned()
+    is_held_here = property(RLock._is_owned, doc="True if the calling thread has this lock.")  # type: ignore[attr-defined]
 
     @property
     def is_inherited(self) -> bool:
@@ -127,7 +124,7 @@ class Lock(RLock):  # type: ignore[misc]  # final for typeshed, not for CPython
 
     def refuse_owner(self) -> None:
         """Raise the error that `with` would raise without waiting."""
-        if self.is_inherited:
+        if self._process is not _process:
             steps = f"use it in process {os.getppid()}, which forked this one, or close it there and open it here"
             raise StoreClosedError(f"this belongs to another process: {steps}")
         if self._is_owned() and not self.is_lent:

@@ -116,7 +116,7 @@ class Connection:
 
     def open(self) -> None:
         """Open the connection now. Raises ConnectionLostError, and the errors of `greet` and `dial`."""
-        self._open_line(time.monotonic() + self._patience_s)
+        self._open_line(self._patience_s)
 
     def call(
         self, code: int, body: bytes = b"", *, fields: Mapping[str, Any] | None = None, repeat: bool = False
@@ -125,7 +125,7 @@ class Connection:
         lost meanwhile. Raises ConnectionLostError, and StoreClosedError after `close`."""
         call = Waiting(Frame(code, fields or {}, body), None, repeat)
         for attempt in count(1):
-            line = self._open_line(time.monotonic() + self._timeout_s)
+            line = self._open_line()
             try:
                 call.refused = False
                 line.send(call)
@@ -163,7 +163,7 @@ class Connection:
         `withdraw`. Raises ConnectionLostError without a line, and StoreClosedError."""
         call = Waiting(Frame(code, fields or {}, body), answered, repeat)
         while True:
-            line = self._open_line(time.monotonic() + self._timeout_s)
+            line = self._open_line()
             try:
                 line.send(call)
             except NotSentError:
@@ -187,12 +187,10 @@ class Connection:
         with suppress(ValueError):
             self._again.remove(handle)
             return 0
-        line = self.line
-        found = None if line is None else line.waiting.pop(handle.frame.opaque, None)
-        if found is not None and found is not handle:  # of another line
-            line.waiting[handle.frame.opaque] = found  # type: ignore[union-attr]
+        line, number = self.line, handle.frame.opaque
+        if line is None or line.waiting.get(number) is not handle:  # answered, or that of a lost line
             return None
-        return None if found is None else handle.frame.opaque
+        return None if line.waiting.pop(number, None) is None else number
 
     def tell(self, code: int, body: bytes = b"") -> None:
         """Send a request that nobody answers, if there is a line."""
@@ -224,7 +222,7 @@ class Connection:
         Raises ConnectionLostError without a line, and StoreClosedError."""
         line = self.line
         if line is None or line.lost is not None or not self.gathered:
-            line = self._open_line(time.monotonic() + self._timeout_s)
+            line = self._open_line()
         self.gathered.append(call)
         full = len(self.gathered) >= _GATHERED
         if full or line.is_read:  # otherwise the next reader sends it
@@ -276,12 +274,14 @@ class Connection:
 
     # -- lines ------------------------------------------------------------------------------------------------------
 
-    def _open_line(self, until_s: float) -> Line:
-        """Return the line. Without one, open it until `until_s`. Raises ConnectionLostError."""
+    def _open_line(self, patience_s: float | None = None) -> Line:
+        """Return the line. Without one, try to open it for `patience_s` (None: the time limit of the connection).
+        Raises ConnectionLostError."""
         line = self.line
         if line is not None and not line.is_gone():
             return line
         asked_s = time.monotonic()
+        until_s = asked_s + (self._timeout_s if patience_s is None else patience_s)
         with self._opening:
             self._check_open()
             line = self.line
@@ -386,7 +386,7 @@ class Connection:
                 continue
             try:
                 somebody_waits = self.gathered or any(call.gathered for call in self._again)
-                line = self._open_line(time.monotonic() + (self._timeout_s if somebody_waits else 0))
+                line = self._open_line(None if somebody_waits else 0)
                 again, self._again = self._again, []
                 for call in again:
                     line.send(call)

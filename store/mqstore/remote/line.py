@@ -6,9 +6,9 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import count, filterfalse
 from typing import TYPE_CHECKING, Any, Final
@@ -29,13 +29,10 @@ _FRAME_BYTES_MAX: Final = 256 << 20
 """Largest answer. A broker may send more than a client may send to us."""
 _IN_ONE: Final = 64
 """Gathered calls of one frame."""
+_LAST_NUMBER: Final = (1 << 30) - 1
+"""Numbers of requests begin again when 30 bits are used up."""
 _STALE_S: Final = 1.0
 """Time after which the next call looks first whether the server has closed the connection meanwhile."""
-
-
-def _numbers() -> Iterator[int]:
-    """Yield the numbers of requests, which begin again when 30 bits are used up."""
-    return (number & 0x3FFF_FFFF for number in count(1))
 
 
 class NotSentError(ConnectionResetError):
@@ -52,7 +49,8 @@ class Waiting:
     gathered: bool = False
     refused: bool = False
     """True if the server has stopped without a start of the call."""
-    bell: Bell = field(default_factory=Bell)
+    bell: Bell | None = None
+    """Bell of its thread, once another thread reads."""
     answer: Frame | None = None
 
 
@@ -69,7 +67,7 @@ class Line:
         """True while a thread reads. When it stops, it wakes another one for all that is `waiting` by then."""
         self._sending = Lock()
         self.waiting: dict[int, Waiting] = {}
-        self._opaque = filterfalse(self.waiting.__contains__, _numbers())
+        self._opaque = filterfalse(self.waiting.__contains__, map(_LAST_NUMBER.__and__, count(1)))
         self.lost: str | None = None
         """Reason why it cannot be used any more."""
         self.received_s = time.monotonic()
@@ -140,7 +138,10 @@ class Line:
         """Return the answer to a request that was sent, or None if the line is lost before."""
         while call.answer is None and self.lost is None:
             if not self.read_until(lambda: call.answer is not None):
-                call.bell.wait()
+                if call.bell is None:
+                    call.bell = Bell()  # and try again: the other thread may have stopped before this line
+                else:
+                    call.bell.wait()
         return call.answer
 
     def read_until(self, done: Callable[[], bool]) -> bool:
@@ -167,10 +168,11 @@ class Line:
             if not is_nested and self.turn.is_held_here:
                 self.is_read = False  # before the look at `waiting`: see `park`
                 self.turn.release()
-                # Somebody has to read on. A thread that is about to wait finds its bell rung.
+                # Somebody has to read on. A thread without a bell tries to, before it waits.
                 for other in list(self.waiting.values()):
                     if other.answered is None:
-                        other.bell.ring()
+                        if other.bell is not None:
+                            other.bell.ring()
                         break
                 else:
                     if self.has_parked():  # otherwise its thread would wake up after each call
@@ -206,15 +208,21 @@ class Line:
             self.tell(ping, Waiting(ping, lambda answer: None, False))
 
     def _take(self, frame: Frame) -> None:
-        if not frame.is_response and frame.code == GO_AWAY:
-            self._finished = True
-        elif not frame.is_response:
-            self._connection.requested(frame)
-        elif (call := self._answered(frame.opaque)) is None:
+        if not frame.is_response:
+            if frame.code == GO_AWAY:
+                self._finished = True
+            else:
+                self._connection.requested(frame)
+            return
+        call = self.waiting.get(frame.opaque)
+        if call is not None and not call.gathered:
+            call = self.waiting.pop(frame.opaque, None)
+        if call is None:
             pass  # it was withdrawn
         elif call.answered is None:
             call.answer = frame
-            call.bell.ring()
+            if call.bell is not None:
+                call.bell.ring()
         elif frame.code == GO_AWAY:
             self.waiting.pop(frame.opaque, None)
             call.refused = True
@@ -222,20 +230,12 @@ class Line:
         else:
             call.answer = frame
             self.turn.lend(partial(self._connection.call_back, call, frame))
-            self.waiting.pop(frame.opaque, None)
-
-    def _answered(self, opaque: int) -> Waiting | None:
-        """Return the call with a number, and forget it. Gathered ones are forgotten when all their futures are done: an
-        interrupt of the thread that reads fails the others."""
-        call = self.waiting.get(opaque)
-        return call if call is not None and call.gathered else self.waiting.pop(opaque, None)
+            self.waiting.pop(frame.opaque, None)  # a gathered one: an interrupt of the callback fails its other futures
 
     def has_parked(self) -> bool:
         """Return True if an answer is awaited for which no thread waits, or requests of the server."""
-        if self._connection.listens:
-            return True
-        hurry = self._connection.hurry
-        return any(call.answered is not None and (hurry or not call.gathered) for call in list(self.waiting.values()))
+        hurry, calls = self._connection.hurry, list(self.waiting.values())
+        return self._connection.listens or any(each.answered and (hurry or not each.gathered) for each in calls)
 
     def is_gone(self) -> bool:
         """Return True if the line is lost, or the server has closed it and nobody has read that yet."""
@@ -260,7 +260,8 @@ class Line:
                 _, call = self.waiting.popitem()
                 call.refused = self._finished
                 if call.answered is None:
-                    call.bell.ring()
+                    if call.bell is not None:
+                        call.bell.ring()
                 else:
                     self._connection.take_over(call)
         self._connection.wake()

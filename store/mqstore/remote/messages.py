@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import repeat
+from operator import is_not
 from typing import Any, Final
 
 from mqstore.broker.reading import ReadResult
@@ -268,7 +270,7 @@ def result_of(call: Call, answer: Frame) -> Any:
 
 
 def _given(options: dict[str, Any]) -> bool:
-    return any(value is not None for value in options.values())
+    return any(map(is_not, options.values(), repeat(None)))
 
 
 def _text(receipts: Sequence[str]) -> bytes:

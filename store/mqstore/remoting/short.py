@@ -154,8 +154,9 @@ def receipts_of(topic: str, data: bytes) -> SendReceipts:
         at += _QUEUE.size
         while at < len(data):
             [count] = _QUEUE.unpack_from(data, at)
-            offset, stamp, start, *ends = unpack_from(f">{count}q", data, at + _QUEUE.size)
-            receipts.add(offset, (start, *ends), stamp)
+            numbers = unpack_from(f">{count}q", data, at + _QUEUE.size)
+            offset, stamp, _ = numbers[:3]
+            receipts.add(offset, numbers[2:], stamp)
             at += _QUEUE.size + 8 * count
         return receipts
     except (error, ValueError, IndexError):
