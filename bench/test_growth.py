@@ -92,7 +92,7 @@ def hold(path: Path, size: int) -> float:
 
 
 def test_in_flight(ask: Ask) -> None:
-    """Memory of a million deliveries in flight, and the time of a restart with them. Most are redelivered after it."""
+    """Memory of a million deliveries in flight, and the time of a restart with them."""
     with scratch() as directory:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             mib = pool.submit(hold, directory / "store", ask.scaled(1_000_000)).result()

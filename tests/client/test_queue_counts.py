@@ -83,11 +83,6 @@ def test_crash_leaves_the_right_count(store: mqstore.Store) -> None:
     assert sum(lags) == len(OPEN)
 
 
-def test_crash_leaves_no_lease_with_this_process(store: mqstore.Store) -> None:
-    """Those that are not redelivered yet had its name."""
-    assert {item.holder for item in store.queue("jobs").items("leased")} == {""}
-
-
 @pytest.mark.parametrize("durability", ["append", "flush"])
 def test_redelivery_does_not_change_the_count(tmp_path: Path, durability: mqstore.Durability) -> None:
     """Items were counted where they had been and where they came, or in neither place."""

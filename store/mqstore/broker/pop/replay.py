@@ -360,7 +360,6 @@ class Replay:
                 later = {offset: batch.times(offset) for offset in batch.failed or ()}
                 batch.moved = later or None
                 batch.invisible_ms = min(0, now_ms - batch.pop_time_ms)
-                batch.local = False
                 state.timeline.add(batch.pop_time_ms + batch.invisible_ms, batch)
         record = self._orders.get(state.key)
         if record is not None and state.fifo is not None and state.fifo.local:
