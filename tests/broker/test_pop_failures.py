@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from threading import Event
 
 import pytest
 
-from mqstore import signalsafe
-from mqstore.broker.pop.state import QueueState
 from mqstore.errors import ConfigError, InvalidMessageError, ReceiptExpiredError
 from tests.broker.popsupport import DLQ, PopBench, bodies
-from tests.broker.support import full
-from tests.client.support import ended, in_thread
-from tests.waiting import until
 
 # -- errors half-way --------------------------------------------------------------------------------------------------
 
@@ -74,50 +68,6 @@ def test_dead_letter_in_order_is_filed_again_after_a_failure(pops: PopBench, mon
     assert woken == [True]
     assert bodies(pops.pop(order=True)) == [b"1"]
     assert [letter.body for letter in pops.read("%DLQ%g")] == [b"0"]
-
-
-def test_pop_in_the_middle_of_a_move_gets_what_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It looked at the retry topic, waited for the queue, and found neither."""
-    with PopBench(tmp_path, rng=lambda: 0.0) as pops:
-        pops.put("t", 2)
-        pops.pop(invisible_ms=1_000)
-        pops.advance(1_000)
-        pops.ack(*pops.pop())  # so there is a retry topic
-        pops.pop(invisible_ms=1_000)
-        pops.clock.advance(1_000)
-        starts, continues, visit = Event(), Event(), pops.service._unordered.visit
-
-        def slow_visit(state: QueueState, now_ms: int) -> None:
-            starts.set()
-            assert continues.wait(10)
-            visit(state, now_ms)
-
-        monkeypatch.setattr(pops.service._unordered, "visit", slow_visit)
-        move = in_thread(lambda: pops.service.run_once(pops.now_ms))
-        assert starts.wait(10)
-        pop = in_thread(lambda: bodies(pops.pop()))
-        until(lambda: pops.state.lock in signalsafe._waiting.values())
-        continues.set()
-        assert ended(*pop) == [b"1"]
-        ended(*move)
-
-
-def test_pop_redelivers_what_is_due_as_soon_as_the_disk_has_room(
-    pops: PopBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A pop that finds nothing redelivers itself. A full disk is reported by the housekeeper, not by each pop."""
-    pops.put("t", 1)
-    pops.pop(invisible_ms=1_000)
-    pops.clock.advance(999)
-    assert pops.pop() == []
-    pops.clock.advance(1)
-    with monkeypatch.context() as full_disk:
-        full_disk.setattr(pops.parts.router, "copy_many", full)
-        assert (pops.pop(), pops.pop()) == ([], [])
-    pops.clock.advance(1_000)
-    [delivery] = pops.pop()
-    assert (delivery.message.body, delivery.attempt) == (b"0", 2)
-    assert pops.pop() == []
 
 
 # -- records as long as one can be ------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from mqstore import SimulatedClock, StoreConfig
 from tests.client.support import ended, in_thread
 from tests.log.support import kill
 
-ITEMS = 2_000
-"""Each got alone. Opening redelivers about a thousand leases of a dead process, or 256 with durability "flush"."""
+ITEMS = 400
+"""Each got alone. Of the leases of a dead process one run of the housekeeper moves 256."""
 OPEN = [b"%d" % i for i in range(ITEMS) if i % 4]
 
 
@@ -40,7 +40,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[mqstore.St
     clock = SimulatedClock()
     crash(tmp_path / "s", clock)
     with opened(tmp_path / "s", clock, request.param) as store:
-        assert store.broker._pop.in_flight() > 100, "the others are left to the housekeeper, or to pops"
         yield store
 
 

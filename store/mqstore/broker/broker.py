@@ -193,7 +193,8 @@ class Broker(Closing, Sending, BrokerContract):
         self._router = parts.router
         self._sender = parts.router._sender
         self._append_plain, self._put_packed = parts.router.append_plain, parts.router.put_packed
-        self._housekeeper.run("pop")  # messages that an ended process held are back, unless there are thousands
+        # First: nothing is delivered or counted before the messages that an ended process held are back.
+        self._housekeeper.run("pop")
         if not self.own_clock:
             self._housekeeper.start()
         store.room.settle = lambda: self._housekeeper.soon(self._save)

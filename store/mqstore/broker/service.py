@@ -12,6 +12,7 @@ Each mechanism gets a function `wake` for "something may be due before my next r
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 from collections.abc import Callable, Iterable
@@ -145,10 +146,18 @@ class Housekeeper:
         self._jobs[name] = _Job(mechanism)
 
     def run(self, name: str) -> None:
-        """Run the named mechanism once. Call this before `start`."""
-        job = self._jobs[name]
-        job.woken = False
-        self._run(name, job, self._clock.now_ms())
+        """Run the named mechanism until it is no longer due. Call this before `start`.
+        Python collects no garbage meanwhile. Each collection would go through all messages in flight, and with a
+        million of them take almost half of the time."""
+        job, now_ms, collects = self._jobs[name], self._clock.now_ms(), gc.isenabled()
+        try:
+            gc.disable()
+            while job.is_due(now_ms):
+                job.woken = False
+                self._run(name, job, now_ms)
+        finally:
+            if collects:
+                gc.enable()
 
     def run_once(self, now_ms: int) -> int | None:
         """Run the due mechanisms. Return the next due time. One caller at a time."""

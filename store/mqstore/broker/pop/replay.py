@@ -19,7 +19,6 @@ A FIFO batch that only the file has gets a new `ck`, because acknowledgements na
 
 from __future__ import annotations
 
-import gc
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -58,18 +57,7 @@ class Replay:
         """Offsets before the start of a later batch that are in no batch of a log with holes."""
 
     def run(self, *, release: bool) -> None:
-        """Rebuild the states. `release`: make deliveries of receivers in the ended process visible again.
-        Python collects no garbage meanwhile. Each collection would go through all messages in flight, and with a
-        million of them take a quarter of the time."""
-        collects = gc.isenabled()
-        try:
-            gc.disable()
-            self._run(release=release)
-        finally:
-            if collects:
-                gc.enable()
-
-    def _run(self, *, release: bool) -> None:
+        """Rebuild the states. `release`: make deliveries of receivers in the ended process visible again."""
         self.read()
         tables = self._tables
         java = JavaTakeover(tables)

@@ -49,7 +49,7 @@ from mqstore.broker.redelivery.attempt_journal import AttemptJournal
 from mqstore.broker.service import BackgroundService, Pin, Wake
 from mqstore.broker.tables.configfile import ConfigFile
 from mqstore.broker.waiting import Callback, Waiter, Waiters, Wanted
-from mqstore.errors import ConfigError, GroupNotFoundError, InvalidReceiptError, MQStoreError, ReceiptExpiredError
+from mqstore.errors import ConfigError, GroupNotFoundError, InvalidReceiptError, ReceiptExpiredError
 from mqstore.options import Durability, waits_for_disk
 from mqstore.threads import breathe
 
@@ -85,8 +85,6 @@ class PopService(BackgroundService):
         self._rng = rng
         self._wake = wake
         self._flush_by_default = parts.store.durability == "flush"
-        self._visits = 0
-        """Number of ended visits to queues. A pop that saw nothing looks again if there was one meanwhile."""
         self._latest_ms: float = math.inf
         """Latest wall-clock time since the clock was set back. At first its past is not known."""
         file = ConfigFile(parts.store, "consumerOrderInfo.json", check_order_info)
@@ -125,12 +123,8 @@ class PopService(BackgroundService):
             raise ConfigError(f"attempt_id must be a str, got {attempt_id!r:.80}")
         waits = self._flush_by_default if durability is None else waits_for_disk(durability, self._flush_by_default)
         end_ms = self._clock.monotonic_ms() + (int(poll_s * 1000) if poll_s < math.inf else math.inf) if poll_s else 0
-        found: list[Delivery] = []
-        while not found:
-            visits = self._visits
-            if (found := self._look(request)) or self._redelivers(request) or visits != self._visits:
-                continue
-            left_ms = end_ms - self._clock.monotonic_ms() if poll_s else 0
+        while not (found := self._look(request)) and poll_s:
+            left_ms = end_ms - self._clock.monotonic_ms()
             if left_ms <= 0 or not self.wait_for(request, left_ms / 1000):
                 break
             if self._parts.groups.get(request.group) is None:  # the next look would create the group again
@@ -188,22 +182,6 @@ class PopService(BackgroundService):
         if more and found and self._waiters.parked:
             self._waiters.wake_one(group, topic, queue_id)
         return found
-
-    def _redelivers(self, request: PopRequest) -> bool:
-        """Redeliver some messages of the request's queues whose time is over. Return True if there were any.
-        The housekeeper may be late, most of all after opening a store that had many in flight, or in the middle of a
-        move. Otherwise such queues would look empty."""
-        route = self._routes.require(request.group, request.topic)
-        with self.tables.moving:
-            now_ms = self._clock.now_ms()
-            states = *route.queues, *(state for _, state in route.retries)
-            due = [state for state in states if state.announced_ms <= now_ms]
-        try:
-            for state in due:
-                self._visit(state, now_ms, 1)
-        except (MQStoreError, OSError):  # the housekeeper tries again, after a pause, and reports it
-            return False
-        return bool(due)
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
@@ -490,8 +468,6 @@ class PopService(BackgroundService):
         after them are not read again. Existing receipts expire. The next pop begins where the group has read to."""
         if (state := self.tables.states.get(key)) is None or state.cursor < 0:
             return
-        while move and state.announced_ms <= (now_ms := self._clock.now_ms()):  # many together take a fifth of the time
-            self._visit(state, now_ms)
         with self.tables.moving, self._durably(None), state.lock:
             if not state.gone:
                 if move:
@@ -530,22 +506,18 @@ class PopService(BackgroundService):
             raise failure
         return next_ms
 
-    def _visit(self, state: QueueState, now_ms: int, chunks: int = _CHUNKS) -> None:
+    def _visit(self, state: QueueState, now_ms: int) -> None:
         # Limited, so that other queues and services get their turn. The rest is announced as due at once.
-        for _ in range(chunks):
-            with self.tables.moving:  # released after each chunk
+        for _ in range(_CHUNKS):
+            with self.tables.moving, self._durably(None), state.lock:  # released after each chunk
+                if state.gone or state.announced_ms > now_ms:
+                    return
+                state.announced_ms = NEVER_MS
                 try:
-                    with self._durably(None), state.lock:
-                        if state.gone or state.announced_ms > now_ms:
-                            return
-                        state.announced_ms = NEVER_MS
-                        try:
-                            self._unordered.visit(state, now_ms)
-                        finally:
-                            if state.fifo is not None:
-                                self._ordered.visit(state, now_ms)
+                    self._unordered.visit(state, now_ms)
                 finally:
-                    self._visits += 1
+                    if state.fifo is not None:
+                        self._ordered.visit(state, now_ms)
             breathe()
 
     def persist(self) -> None:
