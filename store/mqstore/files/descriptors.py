@@ -10,7 +10,9 @@ So only files that can be rebuilt belong here. The commitlog keeps its own descr
 
 from __future__ import annotations
 
+import contextlib
 import os
+import weakref
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
@@ -22,40 +24,31 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 
-class File(int):
+class File:
     """Descriptor that is open as long as this object is referred to.
 
-    When a forgotten store is collected, its objects are finalized in any order, and the store still needs its files.
-    The garbage collector does not track integers, and frees them last.
+    When a forgotten store is collected, its objects are finalized in any order, and the store still needs its files. So
+    the finalizer of a code object closes the descriptor: the garbage collector does not track these, and frees them
+    last.
     """
 
-    __slots__ = ()
+    __slots__ = ("_end", "_fs", "fd")
 
-    def __new__(cls, fs: FileSystem, path: str, flags: int, mode: int = FILE_MODE) -> File:
-        self = super().__new__(cls, fs.open(path, flags, mode))
-        _systems[self.fd] = fs
-        return self
-
-    fd = int.real
-    """Number of the descriptor, which keeps nothing open."""
-
-    def __bool__(self) -> bool:
-        return True  # also 0, the first free descriptor of a process without standard input
+    def __init__(self, fs: FileSystem, path: str, flags: int, mode: int = FILE_MODE) -> None:
+        self._fs = fs
+        self._end = _close.__code__.replace()
+        self.fd = fs.open(path, flags, mode)
+        weakref.finalize(self._end, _close, fs, self.fd).atexit = False
 
     @property
     def raw_fd(self) -> int:
         """Descriptor for compiled code that makes system calls. -1 if a file system must see every call."""
-        return self.fd if type(_systems[self.fd]) is FileSystem else -1
-
-    def __del__(self) -> None:
-        try:  # noqa: SIM105  # at the end of the interpreter, `suppress` may be gone
-            _systems.pop(self.fd).close(self.fd)
-        except Exception:  # there is no caller to raise to, and all that matters was synced before
-            pass
+        return self.fd if type(self._fs) is FileSystem else -1
 
 
-_systems: dict[int, FileSystem] = {}
-"""File system of each descriptor that a `File` has."""
+def _close(fs: FileSystem, fd: int) -> None:
+    with contextlib.suppress(Exception):  # there is no caller to raise to, and all that matters was synced before
+        fs.close(fd)
 
 
 class DescriptorCache:
