@@ -320,8 +320,22 @@ def test_final_error_of_a_sync_is_raised_before_others(other: BaseException) -> 
     assert caught.value is final
 
 
+def test_ctrl_c_in_a_sync_is_raised_before_a_sync_that_did_not_begin() -> None:
+    both = threading.Barrier(2, timeout=30)
+    errors: list[BaseException] = [KeyboardInterrupt(), StoreIOError(errno.EMFILE, "no descriptor", "a", "open")]
+
+    def sync(_: int) -> None:
+        both.wait()
+        raise errors.pop()
+
+    with pytest.raises(KeyboardInterrupt):
+        REAL.sync_each(sync, range(4))
+
+
 def test_no_sync_begins_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class LateThread(threading.Thread):
+        ident = 1
+
         def start(self) -> None:
             pass
 

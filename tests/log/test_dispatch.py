@@ -158,6 +158,18 @@ def test_batches_after_the_visible_end_are_not_dispatched(tmp_path: Path) -> Non
         assert store.offsets("t", 0) == (0, 64)
 
 
+def test_time_of_the_last_dispatched_record_is_not_that_of_a_later_batch(tmp_path: Path) -> None:
+    clock = SimulatedClock()
+    with open_store(tmp_path / "s", segment_bytes=1 << 20, clock=clock) as store:
+        store.put_many("t", [b"a"] * 32)
+        synced, first_ms = store.max_offset, clock.now_ms()
+        clock.advance(60_000)
+        store.put_many("t", [b"b"] * 32)
+        store._dispatcher.visible_end = lambda: synced
+        store.dispatch()
+        assert store._dispatcher.last_store_timestamp_ms == first_ms
+
+
 def test_duplicate_keys_prepared_and_rollback_records_in_the_index(store: MessageStore) -> None:
     """Prepared records have keys but no unit, rollback records neither (format#dispatch)."""
     for i, sys_flag in enumerate((0, 0x4, 0x8, 0xC)):

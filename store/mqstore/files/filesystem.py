@@ -110,6 +110,13 @@ def is_not_begun(error: OSError) -> bool:
     return isinstance(error, StoreIOError) and error.errno in TOO_MANY_OPEN and error.operation != "fdatasync"
 
 
+def _rank_of(error: BaseException) -> int:
+    """Return the rank of an error of several syncs. Nothing may hide that pages are lost, and little hides Ctrl-C."""
+    if isinstance(error, OSError) and not is_not_begun(error):
+        return 0
+    return 2 if isinstance(error, Exception) else 1
+
+
 Self_ = TypeVar("Self_", bound="FileSystem")
 File_ = TypeVar("File_", bound=int | StrPath)
 Arguments = ParamSpec("Arguments")
@@ -281,9 +288,8 @@ class FileSystem:
         try:
             # Other file systems must see the calls in their order.
             for _ in range(min(_SYNC_THREADS, len(targets) // _FEW_SYNCS) if type(self) is FileSystem else 0):
-                thread = threading.Thread(target=work, name="mqstore-sync", daemon=True)
-                thread.start()
-                threads.append(thread)
+                threads.append(threading.Thread(target=work, name="mqstore-sync", daemon=True))
+                threads[-1].start()
         except RuntimeError:  # no more threads
             pass
         except BaseException as error:
@@ -291,12 +297,13 @@ class FileSystem:
         work()
         while threads:
             try:
-                threads[-1].join()
+                if threads[-1].ident is not None:  # it started
+                    threads[-1].join()
                 threads.pop()
             except BaseException as error:
                 errors.append(error)
         if errors:
-            raise min(errors, key=lambda error: not isinstance(error, OSError) or is_not_begun(error))
+            raise min(errors, key=_rank_of)
 
     @system_call("sync_directory")
     def sync_directory(self, path: StrPath) -> None:

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn
 
 from mqstore.errors import FormatError
 
@@ -72,15 +72,15 @@ def decode(text: str | bytes, limits: Limits = STORE, *, pairs: Callable[[list[A
 
 def decode_all(texts: Sequence[bytes]) -> list[Any]:
     """Return the values of many JSON texts, with a FormatError in place of each that `decode` refuses.
-    Together they are decoded as one array, in half the time, unless one is bad, or they are large or deep."""
+    Limits are checked for all together, in half the time, unless one is bad, or they are large or deep."""
     brackets = [text.count(b"[") + text.count(b"{") for text in texts]
     if max(brackets, default=0) <= STORE.depth and sum(map(len, texts)) <= STORE.size:
         with suppress(ValueError, StopIteration, RecursionError):
-            array = f"[{b','.join(texts).decode('utf-8', 'surrogatepass')}]"
-            if sum(brackets) + array.count(",") <= STORE.values:
-                values, end = _STRICT.scan_once(array, 0)  # type: ignore[attr-defined]
-                if end == len(array) and len(values) == len(texts):
-                    return cast(list[Any], values)
+            if sum(brackets) + sum(text.count(b",") for text in texts) <= STORE.values:
+                decoded = [text.decode("utf-8", "surrogatepass") for text in texts]
+                scanned = [_STRICT.scan_once(text, 0) for text in decoded]  # type: ignore[attr-defined]
+                if all(end == len(text) for (_, end), text in zip(scanned, decoded, strict=True)):
+                    return [value for value, _ in scanned]
     return [_value_or_error(text) for text in texts]
 
 

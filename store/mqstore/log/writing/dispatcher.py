@@ -189,9 +189,10 @@ class Dispatcher:
         noted, at, count = self._log.noted, self.position, 0
         batches: list[tuple[QueueTail, int, int]] = []
         starts: list[bytes] = []
+        stamp = None
         while noted and count < _BATCH:
             queue, data, index = noted[0]
-            offset, stamp, start = _HEAD.unpack_from(data, index)
+            offset, stored_ms, start = _HEAD.unpack_from(data, index)
             [stop] = _END.unpack_from(data, len(data) - _END.size)
             if start > at or stop > end:
                 break
@@ -199,7 +200,7 @@ class Dispatcher:
             if start == at:  # else it was read
                 starts.append(data[index + 16 : -8])
                 batches.append((queue, offset, len(starts[-1]) // 8))
-                at, count = stop, count + batches[-1][2]
+                at, count, stamp = stop, count + batches[-1][2], stored_ms
         if count < _NOTED_MIN:
             return None
         bounds = np.frombuffer(b"".join((*starts, _END.pack(at))), ">i8")
