@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +18,6 @@ from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.manifest import sizes_found
 from mqstore.log.store_files import StoreParts
 from mqstore.options import StoreConfig
-from tests.faults import FaultyFileSystem
-from tests.log.support import open_store
 
 RECORD = 100
 """Bytes of every record: unit i of a queue points at i * RECORD."""
@@ -143,50 +139,3 @@ def test_a_queue_whose_files_go_meanwhile_is_listed_again(tmp_path: Path, at: st
         queue.refresh()
 
     assert (queue.first_offset(), queue.max_offset) == (16, 21)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_writer_reads_what_its_files_have(tmp_path: Path, seed: int) -> None:
-    """Also units that it has in memory since it wrote them last."""
-    rng = random.Random(seed)
-    folder = tmp_path / "consumequeue" / "t" / "0"
-    with open_store(tmp_path) as store:  # 8 units in a file
-        queue = store.queue_table.create("t", 0)
-        queue.write(0, live(1))
-        for _ in range(150):
-            end = queue.max_offset
-            if rng.random() < 0.2:
-                queue.zero_from(rng.randrange(end + 1))
-            else:
-                first, number = end + rng.choice((0, 0, 3)), rng.choice((1, 1, 2, 5, 40))
-                queue.write(first, rng.randbytes(number * UNIT_BYTES))
-                queue.publish(first + number)
-            data = b"".join(each.read_bytes() for each in sorted(folder.iterdir()))
-            for _ in range(20):
-                offset, count = max(0, end + rng.randrange(-9, 9)), rng.randrange(12)
-                found = data[offset * UNIT_BYTES : (offset + count) * UNIT_BYTES]
-                assert queue.read(offset, count) == found.ljust(count * UNIT_BYTES, b"\0")
-
-
-def test_units_that_were_just_written_are_read_from_memory(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    with open_store(tmp_path, fs=fs) as store:
-        for queue_id in range(4):
-            store.put("t", b"new", queue_id=queue_id)
-        store.dispatch()
-        before = len(fs.calls)
-        assert [store.read("t", queue_id)[0].body for queue_id in range(4)] == [b"new"] * 4
-        assert [call for call in fs.calls[before:] if "consumequeue" in call.path] == []
-
-
-def test_a_failed_write_leaves_nothing_in_memory(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    with open_store(tmp_path, fs=fs) as store:
-        queue = store.queue_table.create("t", 0)
-        queue.write(0, live(1) * 3)
-        queue.publish(3)
-        fs.shorten(length=UNIT_BYTES, fail_rest=errno.EIO)
-        with pytest.raises(OSError, match="pwrite"):
-            queue.zero_from(0)
-        data = (tmp_path / "consumequeue" / "t" / "0" / f"{0:020d}").read_bytes()
-        assert queue.read(0, 3) == data[: 3 * UNIT_BYTES]

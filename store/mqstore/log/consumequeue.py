@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 _CHUNK_UNITS = 1 << 16
 _BLOCK_UNITS = 4096 // UNIT_BYTES
 _MAX_QUEUE_ID = 0x7FFF_FFFF
-_WRITTEN_BYTES = 512
-"""Most bytes of its last write that a queue keeps. There may be thousands of queues."""
 
 
 class ConsumeQueue(QueueTail):
@@ -52,7 +50,6 @@ class ConsumeQueue(QueueTail):
         "_last_path",
         "_starts",
         "_table",
-        "_written",
         "cut_to",
         "cuts",
         "directory",
@@ -83,8 +80,6 @@ class ConsumeQueue(QueueTail):
         self._starts: list[int] = []
         """Numbers of the existing segments. Segment n begins with unit n * units_per_segment."""
         self._last_path = (-1, "")
-        self._written = (0, b"")
-        """First offset and bytes of the last write, if it was small. Reads of these units need no file."""
 
     def extent(self) -> str:
         """Return the queue's name, files and end as text. It must have files."""
@@ -222,9 +217,6 @@ class ConsumeQueue(QueueTail):
 
     def read(self, offset: int, count: int) -> bytes:
         """Return the bytes of units [offset, offset + count). Units outside the files are zeros, like holes."""
-        first, written = self._written
-        if first <= offset and (end := (offset + count - first) * UNIT_BYTES) <= len(written):
-            return written[(offset - first) * UNIT_BYTES : end]
         table = self._table
         per = table.units_per_segment
         segment, index = divmod(offset, per)
@@ -309,7 +301,6 @@ class ConsumeQueue(QueueTail):
         table = self._table
         per = table.units_per_segment
         view = memoryview(data)
-        self._written = (0, b"")
         done = 0
         while done < len(view):
             segment, index = divmod(offset + done // UNIT_BYTES, per)
@@ -322,7 +313,6 @@ class ConsumeQueue(QueueTail):
             table.descriptors.pwrite(path, view[done : done + length], index * UNIT_BYTES)
             table.note_dirty(path)
             done += length
-        self._written = (offset, bytes(view) if done <= _WRITTEN_BYTES else b"")
 
     def write_back(self, start: int, end: int) -> None:
         """Start writing back the full files of units [start, end), which are synced later."""
@@ -374,7 +364,6 @@ class ConsumeQueue(QueueTail):
         for segment in self._starts:
             self._table.descriptors.forget(self._path(segment))
         self._starts = []
-        self._written = (0, b"")
 
     def correct_min(self, min_physical: int) -> None:
         """Set `min_offset` to the first unit that is not void and points to or beyond `min_physical`.
