@@ -254,29 +254,6 @@ def test_entries_of_those_who_left_do_not_pile_up(hall: Hall) -> None:
     assert hall.told == [("last", False)]
 
 
-def test_readers_that_wait_again_leave_few_empty_buckets(hall: Hall) -> None:
-    hall.park("stays", 99, offset=0)
-    for queue_id in range(5_000):
-        hall.waiters.remove_waiter(hall.park("w", queue_id, offset=0))
-        hall.waiters.remove_waiter(hall.park("w", 0, offset=0, filter=parse_filter(f"t{queue_id}")))
-    assert sum(len(each) for each in hall.waiters._buckets.values()) < 1_100
-    hall.put(queue_id=7)  # nobody waits there any more
-    assert hall.woken() == []
-    hall.put(queue_id=99)
-    assert hall.woken() == ["stays"]
-    assert hall.is_empty()
-
-
-def test_reader_that_waits_again_is_woken_again(hall: Hall) -> None:
-    hall.park("other", 1, offset=0)  # so that the queue below is remembered
-    for offset in range(3):
-        hall.park("again", 0, offset=offset)
-        assert hall.woken() == []
-        hall.put()
-        assert hall.woken() == ["again"]
-    assert not hall.waiters.wake_one("g", "t", 0)
-
-
 # -- callbacks ---------------------------------------------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ import math
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -57,8 +57,6 @@ A reader with more unread units is woken without a match."""
 _MAX_PARKED = 100_000
 _SWEEP = 1_024
 """Number of stale heap entries that are worth a sweep."""
-_SPARE = 1_024
-"""Number of buckets beyond twice the number of waiters from which empty ones are not kept."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -104,19 +102,18 @@ class Wanted(NamedTuple):
             raise ConfigError("an offset needs one queue, and cannot be combined with a group")
 
 
-class _Bucket(OrderedDict[Waiter, None]):
-    """Waiters of one group with one filter on one queue, oldest first.
-    An OrderedDict takes from one end and removes anywhere at constant cost."""
+@dataclass(slots=True, eq=False, repr=False)
+class _Bucket:
+    """Waiters of one group with one filter on one queue, oldest first."""
 
-    __slots__ = ("due_ms", "filter", "group", "key")
-
-    def __init__(self, key: tuple[str, int], group: str | None, filter: UnitFilter | None) -> None:
-        self.key = key
-        """Topic and queue id."""
-        self.group = group
-        self.filter = filter
-        self.due_ms: int | None = None
-        """Time at which a group's first waiter is woken to skip refused units."""
+    key: tuple[str, int]
+    """Topic and queue id."""
+    group: str | None
+    filter: UnitFilter | None
+    waiters: OrderedDict[Waiter, None] = field(default_factory=OrderedDict)
+    """An OrderedDict takes from one end and removes anywhere at constant cost."""
+    due_ms: int | None = None
+    """Time at which a group's first waiter is woken to skip refused units."""
 
 
 class Waiters(BackgroundService):
@@ -221,7 +218,7 @@ class Waiters(BackgroundService):
         with self._lock:
             self._news[topic] = self._news.get(topic, 0) + 1
             for bucket in [each for key, found in self._buckets.items() if key[0] == topic for each in found.values()]:
-                self._release(bucket, len(bucket))
+                self._release(bucket, len(bucket.waiters))
         self._after_change()
 
     def wake_group(self, group: str) -> None:
@@ -230,7 +227,7 @@ class Waiters(BackgroundService):
             self._group_news += 1
             for bucket in self._all_buckets():
                 if bucket.group == group:
-                    self._release(bucket, len(bucket))
+                    self._release(bucket, len(bucket.waiters))
         self._after_change()
 
     # -- as a mechanism ---------------------------------------------------------------------------------------------
@@ -315,7 +312,9 @@ class Waiters(BackgroundService):
     def _serve_each(self, bucket: _Bucket, key: tuple[str, int], begin: int, end: int) -> None:
         # Most waiters have read up to the old queue end. A waiter that is just parking may have an earlier offset.
         concerned = [
-            (first, waiter) for waiter in bucket if (first := begin if waiter.next is None else waiter.next) < end
+            (first, waiter)
+            for waiter in bucket.waiters
+            if (first := begin if waiter.next is None else waiter.next) < end
         ]
         if not concerned:
             return
@@ -350,10 +349,10 @@ class Waiters(BackgroundService):
                 raise StoreClosedError(f"{self._store.path} is closing; open it again")
             if len(self.parked) >= _MAX_PARKED:
                 raise StoreBusyError(f"too many waiting receivers ({len(self.parked)})")
-            keys = [(wanted.topic, wanted.queue_id), *[(each, ANY_QUEUE) for each in wanted.also]]
-            waiter.places = tuple([self._bucket(wanted.group, key, wanted.filter) for key in keys])
+            keys = [(wanted.topic, wanted.queue_id), *((each, ANY_QUEUE) for each in wanted.also)]
+            waiter.places = tuple(self._bucket(wanted.group, key, wanted.filter) for key in dict.fromkeys(keys))
             for bucket in waiter.places:
-                bucket[waiter] = None
+                bucket.waiters[waiter] = None
             self.parked.add(waiter)
             if len(self.parked) == 1:
                 self._store._attend(True)
@@ -402,8 +401,8 @@ class Waiters(BackgroundService):
 
     def _buckets_of(self, topic: str, queue_id: int) -> list[_Bucket]:
         """Return the buckets of a queue, then those of any queue of its topic."""
-        keys = [(topic, queue_id), (topic, ANY_QUEUE)][: 1 + (queue_id != ANY_QUEUE)]
-        return [bucket for key in keys if key in self._buckets for bucket in self._buckets[key].values()]
+        keys = dict.fromkeys(((topic, queue_id), (topic, ANY_QUEUE)))
+        return [bucket for key in keys for bucket in self._buckets.get(key, {}).values()]
 
     def _bucket(self, group: str | None, key: tuple[str, int], filter: UnitFilter | None) -> _Bucket:
         buckets, name = self._buckets.setdefault(key, {}), (group, id(filter))
@@ -416,8 +415,8 @@ class Waiters(BackgroundService):
         if bucket.due_ms is not None:
             bucket.due_ms = None
             self._stale += 1
-        while number > 0 and bucket:
-            waiter = next(iter(bucket))
+        while number > 0 and bucket.waiters:
+            waiter = next(iter(bucket.waiters))
             number -= waiter.outcome is None  # else it was fired before, and a signal handler interrupted its removal
             self._fire(waiter, True)
 
@@ -432,8 +431,8 @@ class Waiters(BackgroundService):
 
     def _take_out(self, waiter: Waiter) -> None:
         for bucket in waiter.places:
-            bucket.pop(waiter, None)
-            if not bucket:
+            bucket.waiters.pop(waiter, None)
+            if not bucket.waiters:
                 self._drop(bucket)
         waiter.places = ()
         if waiter.due_ms is not None:
@@ -441,7 +440,6 @@ class Waiters(BackgroundService):
             self._stale += 1
         self.parked.discard(waiter)
         if not self.parked:
-            self._buckets.clear()
             self._store._attend(False)
         if self._stale > _SWEEP and 2 * self._stale > len(self._heap):
             self._heap[:] = [entry for entry in self._heap if entry[2].due_ms == entry[0]]
@@ -449,16 +447,13 @@ class Waiters(BackgroundService):
             self._stale = 0
 
     def _drop(self, bucket: _Bucket) -> None:
-        """Forget an empty bucket, unless a reader of its queue is likely to wait again."""
-        if bucket.due_ms is not None:
-            bucket.due_ms = None
-            self._stale += 1
-        if bucket.group is None and bucket.filter is None and len(self._buckets) <= 2 * len(self.parked) + _SPARE:
-            return
         buckets = self._buckets.get(bucket.key, {})
         buckets.pop((bucket.group, id(bucket.filter)), None)
         if not buckets:
             self._buckets.pop(bucket.key, None)
+        if bucket.due_ms is not None:
+            bucket.due_ms = None
+            self._stale += 1
 
     def _pass_over(self, waiter: Waiter, end: int) -> None:
         """Record that the waiter's filter has refused all units below `end`."""

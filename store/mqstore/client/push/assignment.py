@@ -239,7 +239,6 @@ class Assignment:
             self.membership.give([ref])
             return False
         queue = ProcessQueue(ref, begin, self._clock.monotonic_ms(), self._limits)
-        queue.pull, queue.on_news = partial(self._pull, queue), partial(self._submit_pull, queue)
         queue.committed = begin if offset is None else None
         if self._retries is not None:
             queue.attempts = self._broker.attempts(self.group, *ref)
@@ -359,10 +358,10 @@ class Assignment:
 
     # -- pulling ----------------------------------------------------------------------------------------------------
 
-    def _submit_pull(self, queue: ProcessQueue, _worth: bool = True) -> None:
+    def _submit_pull(self, queue: ProcessQueue) -> None:
         """Make a worker pull. Any thread may call this, even during a dispatch, so it must not wait."""
         queue.submitted = True
-        self._workers.submit(queue.pull)
+        self._workers.submit(partial(self._pull, queue))
 
     def _pull(self, queue: ProcessQueue, worker: Worker) -> Flow[None]:
         if queue.closing:
@@ -444,7 +443,7 @@ class Assignment:
                 queue.waiter = self._broker.add_waiter(
                     *ref,
                     queue.next_offset,
-                    queue.on_news,
+                    lambda worth: self._submit_pull(queue),
                     filter=self._filter(ref.topic),
                     timeout=HOLD_S,
                 )

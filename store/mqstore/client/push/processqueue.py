@@ -16,11 +16,10 @@ dict takes longer the more keys were deleted before it.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mqstore.broker.names import is_retry_topic
-from mqstore.client.push.workers import Job
 from mqstore.contract import Waiter
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message, stored_bytes
@@ -122,10 +121,6 @@ class ProcessQueue:
         """True if a worker of an ordered consumer is at the queue, or will be."""
         self.waiter: Waiter | None = None
         """Set while it waits for messages. Guarded by `settling`."""
-        self.pull: Job = bool
-        self.on_news: Callable[[bool], object] = bool
-        """Job of every pull, and callback of every waiter. They are made once, since each new object that waits for
-        messages is work for the garbage collector."""
         self.restart_at: int | None = None
         """Offset from which a dropped queue is pulled again, once none of its handlers runs."""
         self.committed: int | None = None
