@@ -186,4 +186,4 @@ def workers_of(consumer: PushConsumer) -> Workers:
 def turns_left(consumer: PushConsumer) -> int:
     """Return the number of jobs that wait for a thread or a worker."""
     workers = consumer._workers
-    return len(workers._turns) + len(workers._waiting)
+    return workers._turns.qsize() + len(workers._waiting)

@@ -7,8 +7,6 @@ import logging
 import threading
 import time
 import weakref
-from _thread import allocate_lock
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -23,7 +21,6 @@ from mqstore.client.push.workers import Awaited, Flow, Worker, Workers
 from mqstore.clock import SYSTEM_CLOCK
 from tests.client.pushsupport import PushBench
 from tests.client.support import ended, in_thread
-from tests.waiting import until
 
 
 @pytest.fixture
@@ -99,53 +96,6 @@ def test_after_stop_nothing_is_held(threaded: Callable[[int], Workers]) -> None:
     workers.submit(lambda worker: None)
     gc.collect()
     assert [ref() for ref in held] == [None, None]
-
-
-def test_jobs_that_come_at_once_run_at_once(threaded: Callable[[int], Workers]) -> None:
-    """One thread is woken for them all, and has to wake the next."""
-    workers = threaded(4)
-    workers.start()
-    for _ in range(20):
-        until(lambda: len(workers._asleep) == 4)
-        together = threading.Barrier(5)
-        for _ in range(4):
-            workers.submit(lambda worker, together=together: together.wait(20))  # type: ignore[misc]
-        together.wait(20)
-
-
-def test_no_job_is_left_behind(threaded: Callable[[int], Workers]) -> None:
-    """A wake-up that is lost between the last look of a thread and its sleep ends this."""
-    workers, done = threaded(3), deque[int]()
-    workers.start()
-    for i in range(3_000):
-        workers.submit(lambda worker, i=i: done.append(i))  # type: ignore[misc]
-        if i % 3:
-            until(lambda i=i: len(done) == i + 1, limit_s=20, pause_s=0)  # type: ignore[misc]
-    until(lambda: len(done) == 3_000)
-
-
-def test_job_that_comes_while_a_thread_lies_down_is_run(threaded: Callable[[int], Workers]) -> None:
-    workers, done = threaded(1), threading.Event()
-
-    class Late(list[Any]):
-        def append(self, sleep: Any) -> None:
-            if not done.is_set():
-                workers.submit(lambda worker: done.set())  # finds nobody to wake
-            super().append(sleep)
-
-    workers._asleep = Late()
-    workers.start()
-    assert done.wait(20)
-
-
-def test_a_burst_of_jobs_wakes_one_thread(workers: Workers) -> None:
-    sleeps = [allocate_lock() for _ in range(3)]
-    for sleep in sleeps:
-        sleep.acquire()
-        workers._asleep.append(sleep)
-    for _ in range(5):
-        workers.submit(lambda worker: None)
-    assert [sleep.locked() for sleep in sleeps] == [True, True, False]
 
 
 # --- what goes on without a thread -----------------------------------------------------------------------------------

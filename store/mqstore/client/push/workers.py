@@ -21,13 +21,13 @@ import sys
 import threading
 import time
 import traceback
-from _thread import LockType, allocate_lock
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
+from queue import Empty, SimpleQueue
 from types import FrameType, GeneratorType
 from typing import TypeVar
 
@@ -91,8 +91,6 @@ Flow = Generator[Awaited, None, T]
 An error of the `Awaited` is raised in it. It must hold no lock meanwhile."""
 Job = Callable[["Worker"], object]
 """Function that does its work, or returns a `Flow` that does."""
-Turn = Job | tuple["Worker", Flow[None], BaseException | None] | None
-"""Job to begin, or one to continue: its worker, its rest, and the error of the `Awaited`. At None a thread may end."""
 _here = threading.local()
 
 
@@ -196,11 +194,8 @@ class Workers:
         self.on_exit = on_exit
         """Called with a SystemExit or KeyboardInterrupt that a job raised."""
         self._clock = clock
-        self._turns: deque[Turn] = deque()
-        """Turns for threads."""
-        self._asleep: list[LockType] = []
-        """Locks on which threads without a turn sleep. `_wake` releases the last one, until its thread is awake.
-        That thread wakes the next one if it leaves turns. So a burst of short turns wakes few threads."""
+        self._turns: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        """Turns for threads. At None a thread may end."""
         self._lock = Lock()
         """Guards the next five."""
         self._free = self.all[::-1]
@@ -222,7 +217,7 @@ class Workers:
     def submit(self, job: Job) -> None:
         """Have a worker run `job`. Never blocks. After `stop` the job is dropped."""
         if not self._stopping:
-            self._wake(job)
+            self._turns.put(partial(self._begin, job))
 
     def later(self, delay_ms: float, call: Callable[[], object]) -> None:
         """Schedule `call` on the timer thread after `delay_ms`. It must not block."""
@@ -248,41 +243,11 @@ class Workers:
             self._threads.append(threading.Thread(target=target, name=name, daemon=True))
             self._threads[-1].start()
 
-    def _wake(self, *turns: Turn) -> None:
-        """Add turns, and wake a thread for one."""
-        try:
-            self._turns.extend(turns)
-        finally:  # a signal handler cannot raise before the release
-            try:  # noqa: SIM105
-                self._asleep[-1].release()
-            except (IndexError, RuntimeError):  # no thread sleeps, or the last one is about to wake up
-                pass
-
-    def _take(self, timeout_s: float = -1) -> Turn:
-        """Wait for a turn. Raises IndexError after the timeout."""
-        woken = True
-        while woken:
-            try:
-                turn = self._turns.popleft()
-            except IndexError:
-                sleep = allocate_lock()
-                sleep.acquire()
-                try:
-                    self._asleep.append(sleep)
-                    woken = bool(self._turns) or sleep.acquire(timeout=timeout_s)
-                finally:
-                    self._asleep.remove(sleep)
-            else:
-                if self._turns and (last := self._asleep[-1:]) and last[0].locked():
-                    self._wake()
-                return turn
-        raise IndexError
-
     def _serve(self) -> None:
         while True:
-            turn = self._take()
+            turn = self._turns.get()
             if turn is not None:
-                self._run(turn)
+                turn()
                 del turn  # it may hold messages, and those their segment
                 continue
             with self._lock:
@@ -290,26 +255,26 @@ class Workers:
                     return
                 self._stayed = True  # suspended jobs need a thread to continue
 
-    def _run(self, turn: Job | tuple[Worker, Flow[None], BaseException | None]) -> None:
-        """Begin a job if a worker is free. Otherwise the next free worker takes it. Or continue a job."""
-        if isinstance(turn, tuple):
-            with self._lock:
-                self._suspended -= 1
-            self._work(*turn)
-            return
+    def _begin(self, job: Job) -> None:
+        """Run a job if a worker is free. Otherwise the next free worker takes it."""
         with self._lock:
             if not self._free:
-                self._waiting.append(turn)
+                self._waiting.append(job)
                 return
             worker = self._free.pop()
-        self._work(worker, _flow(turn, worker))
+        self._work(worker, _flow(job, worker))
 
     def _has_ended(self, worker: Worker, flow: Flow[None], error: BaseException | None) -> None:
         """Have the worker's job continue, because the awaited work has ended. Any thread may call it."""
         worker.ended_at = time.perf_counter()
         worker.end()  # now, since it has ended in time, even if no thread is free
         worker.awaits = None
-        self._wake((worker, flow, error))
+        self._turns.put(partial(self._go_on, worker, flow, error))
+
+    def _go_on(self, worker: Worker, flow: Flow[None], error: BaseException | None) -> None:
+        with self._lock:
+            self._suspended -= 1
+        self._work(worker, flow, error)
 
     def _work(self, worker: Worker, flow: Flow[None], error: BaseException | None = None) -> None:
         while not self._is_suspended(worker, flow, error):
@@ -370,7 +335,8 @@ class Workers:
                 self._look_later()
 
     def _dismiss(self) -> None:
-        self._wake(*[None] * self.threads)
+        for _ in range(self.threads):
+            self._turns.put(None)
 
     def _time(self) -> None:
         while True:
@@ -412,21 +378,22 @@ class Workers:
                 break
             if not turns:
                 try:
-                    turns.append(self._take(LOOK_MS / 1000))
-                except IndexError:
+                    turns.append(self._turns.get(timeout=LOOK_MS / 1000))
+                except Empty:
                     self._look()
             for turn in turns:
                 if turn is not None:
-                    self._run(turn)
+                    turn()
         with self._changed:
             return self._due_ms()
 
-    def _take_turns(self) -> list[Turn]:
-        turns: list[Turn] = []
-        with suppress(IndexError):
+    def _take_turns(self) -> list[Callable[[], object] | None]:
+        turns: list[Callable[[], object] | None] = []
+        try:
             while True:
-                turns.append(self._turns.popleft())
-        return turns
+                turns.append(self._turns.get_nowait())
+        except Empty:
+            return turns
 
     def halt(self) -> None:
         """Run the submitted jobs, then no more. Does not wait, while `stop` does."""
