@@ -57,21 +57,21 @@ def test_lost_lock_refuses_work(locks: QueueLocks, clock: SimulatedClock) -> Non
 
 
 def test_dropped_client_loses_its_locks_at_work_too(locks: QueueLocks) -> None:
-    """Of all groups, or of those that it has left. Only groups that it held locks of are told."""
-    told: list[str] = []
+    """It may leave all groups, or some. Listeners are called only for groups whose locks it held."""
+    notified: list[str] = []
     for group in ("g", "h"):
         locks.try_lock_batch(group, Q[:2], "c1")
         locks.try_lock(group, Q[2], "c2")
         locks.begin_work(group, Q[0], "c1")
     locks.try_lock("i", Q[0], "c2")
-    locks.on_release.append(told.append)
+    locks.on_release.append(notified.append)
     locks.drop("c1", ["g", "i"])
     held = [(lock.group, lock.queue, lock.client_id) for lock in locks.snapshot()]
     rest = [("g", Q[2], "c2"), ("h", Q[0], "c1"), ("h", Q[1], "c1"), ("h", Q[2], "c2"), ("i", Q[0], "c2")]
-    assert (held, told) == (rest, ["g"])
+    assert (held, notified) == (rest, ["g"])
     locks.drop("c1")
     locks.drop("c1")
-    assert ([lock.client_id for lock in locks.snapshot()], told) == (["c2"] * 3, ["g", "h"])
+    assert ([lock.client_id for lock in locks.snapshot()], notified) == (["c2"] * 3, ["g", "h"])
 
 
 def test_released_locks_notify_listeners(locks: QueueLocks, clock: SimulatedClock) -> None:

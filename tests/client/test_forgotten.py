@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -302,29 +301,3 @@ def test_store_that_is_reachable_is_closed_at_exit(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "mq")], check=True)
     with mqstore.open(tmp_path / "mq") as store:
         assert store.recovery.clean_shutdown
-
-
-def test_forgotten_store_in_a_cycle_writes_nothing_into_other_files(tmp_path: Path) -> None:
-    """Objects of a cycle are finalized in any order. The number of a descriptor that is closed before the store, which
-    still writes by it, may be that of another file by then: units were written into the commit log."""
-
-    class App:
-        def __init__(self, path: Path) -> None:
-            self.queue = mqstore.open(path).queue("jobs")
-            self.again = self.put  # a cycle
-
-        def put(self, count: int) -> None:
-            for number in range(count):
-                self.queue.put(b"%d" % number)
-
-    for name in map(str, range(20)):
-        app: App | None = App(tmp_path / name)
-        assert app is not None
-        app.put(3000)
-        time.sleep(0.02 + int(name) / 1000)  # so that units of the next items are not dispatched yet
-        app.put(20)
-        found, app = weakref.ref(app.queue._broker), None
-        with warnings.catch_warnings(action="ignore"):
-            until(lambda found=found: collected(found))  # type: ignore[misc]
-        with mqstore.open(tmp_path / name) as store:
-            assert (len(store.queue("jobs")), list(store.recovery.findings)) == (3020, [])

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -158,3 +159,32 @@ def test_data_ends_before_the_holes_of_a_file(tmp_path: Path) -> None:
     assert cache.pread(str(tmp_path / "sparse"), 4, 0) == b"data"
     assert cache.data_end(str(tmp_path / "missing"), 1 << 20) == 0
     cache.close()
+
+
+@pytest.mark.parametrize("order", [("file", "user"), ("user", "file")])
+def test_descriptor_is_closed_after_all_finalizers_of_its_cycle(tmp_path: Path, order: tuple[str, str]) -> None:
+    """The collector calls finalizers in any order, and that of a forgotten store still writes. By a number that was
+    closed before it, and had become that of another file, units were written into the commit log."""
+    (tmp_path / "a").write_bytes(b"x")
+    sizes: list[int] = []
+
+    class User:
+        made: dict[str, Any]
+        number: int
+
+        def __del__(self) -> None:
+            sizes.append(os.fstat(self.number).st_size)
+
+    def use() -> int:
+        made: dict[str, Any] = {}
+        for name in order:
+            made[name] = User() if name == "user" else File(REAL, str(tmp_path / "a"), os.O_RDONLY)
+        user = made["user"]
+        user.made, user.number = made, made["file"].fd
+        return int(user.number)
+
+    number = use()
+    gc.collect()
+    assert sizes == [1]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)

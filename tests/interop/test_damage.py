@@ -89,7 +89,7 @@ UNSYNCED: dict[str, Damage] = {
     "no last file": lambda path, made: last(path, "consumequeue/t/1").unlink(),
     "empty last file": lambda path, made: os.truncate(last(path, "consumequeue/t/1"), 0),
 }
-"""What a power cut may leave of a queue's new files, until a checkpoint has synced them."""
+"""States in which a power cut may leave the new files of a queue, until a checkpoint has synced them."""
 
 
 @pytest.mark.parametrize("damage", UNSYNCED)

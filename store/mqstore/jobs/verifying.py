@@ -323,6 +323,5 @@ def _recover(options: RecoverOptions, name: StoreName, progress: Progress | None
         return unreadable_records(store)
 
     fs = QUIET if options.dry_run else REAL
-    work = partial(recover_store, json_checks=CONFIG_CHECKS, record_check=check)
-    report = work(name.path, options, progress=progress, fs=fs)
+    report = recover_store(name.path, options, progress=progress, fs=fs, json_checks=CONFIG_CHECKS, record_check=check)
     return replace(found, report=report)

@@ -314,7 +314,7 @@ class TreeCopy(Closing):
         self.folder("")
 
     def close(self) -> None:
-        """Close the files that were not synced."""
+        """Close the files that are still open."""
         while self._unsynced:
             self._fs.close(self._unsynced.popleft())
 
