@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, Generic, Self, TypeVar, Unpack
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from mqstore import queue
 from mqstore.aio.base import Value, called, like, limit, paged
@@ -67,8 +67,10 @@ class Queue(Receiver[queue.Queue[T]], Generic[T]):
         self._maxsize = sync._maxsize
         self._line = asyncio.Lock()
         """Line of the callers that wait for room."""
-        self._last: WeakKeyDictionary[asyncio.Task[Any], Task[T]] = WeakKeyDictionary()
-        """Last item of each task of the loop."""
+        self._last: WeakKeyDictionary[asyncio.Task[Any], list[Task[T]]] = WeakKeyDictionary()
+        """Last item of each task of the loop, in a list of one."""
+        self._caller: tuple[Callable[[], asyncio.Task[Any] | None], list[Task[T]]] = (lambda: None), []
+        """The last caller, weakly, and its list: looking for it takes longer than the rest of a get."""
 
     # -- in ---------------------------------------------------------------------------------------------------------
 
@@ -159,7 +161,11 @@ class Queue(Receiver[queue.Queue[T]], Generic[T]):
     def _taken(self, found: SyncTask[T], current: asyncio.Task[Any] | None) -> Task[T]:
         task = Task(self._bridge, found)
         if current is not None:
-            self._last[current] = task
+            caller, last = self._caller
+            if caller() is not current:
+                last = self._last.setdefault(current, [])
+                self._caller = ref(current), last
+            last[:] = (task,)
         return task
 
     def __aiter__(self) -> Self:
@@ -201,10 +207,10 @@ class Queue(Receiver[queue.Queue[T]], Generic[T]):
         """Acknowledge the last item of this task of the loop. Raises ValueError if there is none."""
         current = asyncio.current_task()
         last = None if current is None else self._last.get(current)
-        if current is None or last is None:
+        if not last:
             raise ValueError("task_done() called, but this task has no item that it did not call it for")
-        await last.ack()
-        del self._last[current]
+        await last[0].ack()
+        last.clear()
 
     async def join(self, timeout: Duration | None = None) -> bool:
         """Wait as `mqstore.Queue.join`."""
