@@ -28,6 +28,7 @@ import mqstore
 from mqstore import Message, SimulatedClock, StoreConfig, native
 from mqstore.errors import StoreIOError
 from mqstore.layout.properties import decode_properties
+from mqstore.layout.record import Checksum
 from mqstore.layout.scan import Headers, read_run
 from mqstore.log.message import UnitBatch
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
@@ -100,24 +101,30 @@ print(native.kernel, native.why_not)
 
 @compiled
 @pytest.mark.parametrize("by_table", [False, True])
+@pytest.mark.parametrize(("checksum", "covered"), [("crc32c-record", 12), ("crc32-body", 88)])
 @given(st.lists(st.integers(0, 2500), min_size=1, max_size=4), st.integers(0, 64), st.randoms(use_true_random=False))
-def test_checksums_of_records_are_those_of_the_package(by_table: bool, sizes: list[int], gap: int, random: Any) -> None:
-    """Three strands, three records at once, eight bytes at a time, and what is left: at every length and alignment."""
+def test_checksums_of_records_are_those_of_the_package(
+    checksum: Checksum, covered: int, by_table: bool, sizes: list[int], gap: int, random: Any
+) -> None:
+    """Three strands, three records at once, eight or sixteen bytes at a time, the rest: at all lengths and places."""
     log, starts = bytearray(gap), []
     for size in sizes:
         starts.append(len(log))
         log += encode_record(
             topic="t", body=random.randbytes(size), queue_id=0, queue_offset=0, physical_offset=len(log),
-            born_timestamp_ms=0, store_timestamp_ms=0, checksum="crc32c-record",
+            born_timestamp_ms=0, store_timestamp_ms=0, checksum=checksum,
         )  # fmt: skip
     damaged = random.choice([*range(len(sizes)), None])
-    if damaged is not None:
-        end = [*starts, len(log)][damaged + 1]
-        log[random.randrange(starts[damaged] + 12, end)] ^= 1 << random.randrange(8)
+    if damaged is not None and (sizes[damaged] or checksum == "crc32c-record"):
+        begin = starts[damaged] + covered
+        end = begin + sizes[damaged] if checksum == "crc32-body" else [*starts, len(log)][damaged + 1]
+        log[random.randrange(begin, end)] ^= 1 << random.randrange(8)
+    else:
+        damaged = None
 
     assert kernel.crc32c_by_table(by_table) or not by_table
     try:
-        headers, _, _ = read_run(log, gap, len(log), 0, "crc32c-record", 100)
+        headers, _, _ = read_run(log, gap, len(log), 0, checksum, 100)
     finally:
         kernel.crc32c_by_table(False)
     assert headers.positions.tolist() == starts[:damaged]

@@ -129,18 +129,21 @@ static bool is_used_up(const uint8_t *at, const uint8_t *end)
     return blank || at == end;
 }
 
+/* What checksums are of, in the order of layout/scan.py. */
+enum { NOT_CHECKED, OF_RECORD, OF_BODY };
+
 /* sweep(buffer, start, stop, base, limit, checksums, populated, longs, ints, segment) -> (count, stop, topics, tails, populated)
 
    Read consecutive records from `start`, those that start before `stop`, at most `limit`. Ends at the first one that is not a
-   record, does not have its own position as its physical offset (`base` is that of the buffer's start), or, with `checksums`, does
-   not match its CRC-32C. The buffer may have several segments of `segment` bytes; 0: it is one. The enums name the rows of the
+   record, does not have its own position as its physical offset (`base` is that of the buffer's start), or does not match its
+   checksum, which is of what `checksums` says; an empty body is not checked. The buffer may have several segments of `segment` bytes; 0: it is one. The enums name the rows of the
    tables. `topics` is the number of distinct topics, numbered in order of first occurrence. `tails` counts the records with a
    possible CRC tail, marked in TAIL: Python must check them. */
 PyObject *native_sweep(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     int64_t at = PyLong_AsLongLong(args[1]), stop = PyLong_AsLongLong(args[2]), base = PyLong_AsLongLong(args[3]);
     int64_t limit = PyLong_AsLongLong(args[4]), populated = PyLong_AsLongLong(args[6]), segment = PyLong_AsLongLong(args[9]);
-    int checksums = PyObject_IsTrue(args[5]);
+    long checksums = PyLong_AsLong(args[5]);
     if (PyErr_Occurred())
         return NULL;
     PyObject *result = NULL;
@@ -194,14 +197,16 @@ PyObject *native_sweep(PyObject *module, PyObject *const *args, Py_ssize_t nargs
             next += parts[together].size;
         }
         uint32_t sums[SIDE_BY_SIDE];
-        if (checksums)
+        if (checksums == OF_RECORD)
             crc32c_records(record, sizes, together, sums);
         for (int i = 0; i < together; i++, count++) {
-            if (checksums && sums[i] != get32(record[i] + CHECKSUM_AT)) {
+            const Parts *p = &parts[i];
+            bool summed = checksums == OF_BODY ? p->body_size > 0 : checksums != NOT_CHECKED;
+            uint32_t sum = checksums == OF_BODY && summed ? crc32_body(data + p->body, (size_t)p->body_size) : sums[i];
+            if (summed && sum != get32(record[i] + CHECKSUM_AT)) {
                 more = false;
                 break;
             }
-            const Parts *p = &parts[i];
             uint32_t flags = get32(record[i] + SYS_FLAG_AT);
             int64_t topic = number_of(&topics, p->topic, p->topic_size, limit);
             if (topic < 0) {

@@ -77,6 +77,8 @@ _RUN_RECORDS = 8192
 _LONG_ROWS: Final = 7
 _POSITION, _QUEUE_OFFSET, _STORE_TIMESTAMP, _PROPERTIES, _PROPERTIES_SIZE, _TOPIC_FIRST, _TOPIC_SIZE = range(_LONG_ROWS)
 _INT_ROWS: Final = 5
+_COVERED: Final[tuple[Checksum, ...]] = ("crc32c-record", "crc32-body")
+"""Kinds of checksums, by their numbers in `kernel.sweep`, which begin with 1."""
 _SIZE_ROW, _QUEUE_ID, _SYS_FLAG, _TOPIC, _TAIL = range(_INT_ROWS)
 ROW_SPACE: Final = 72
 """Unused items after each row, since rows that begin powers of two apart share a line of the cache."""
@@ -146,15 +148,12 @@ def read_run(
         return headers, end, met
     room = min(limit, max(0, stop - start) // MIN_RECORD_BYTES + 1) + ROW_SPACE
     longs, ints = np.empty((_LONG_ROWS, room), np.int64), np.empty((_INT_ROWS, room), np.int32)
-    whole = checksums and checksum == "crc32c-record"
+    covered = _COVERED.index(checksum) + 1 if checksums else 0
     count, end, topics, tails, met = kernel.sweep(
-        *(view, start, stop, base, min(limit, room), whole, met, longs, ints, segment_bytes)
+        *(view, start, stop, base, min(limit, room), covered, met, longs, ints, segment_bytes)
     )
     good = count
-    if checksums and not whole:
-        holds = verify(view, Headers(view, longs[_POSITION, :count], run=Run(longs, ints, topics)), checksum)
-        good = count if bool(holds.all()) else int(holds.argmin())
-    elif checksums and tails:
+    if checksums and tails:
         for row in np.flatnonzero(ints[_TAIL, :count]).tolist():
             begin, size = int(longs[_POSITION, row]), int(ints[_SIZE_ROW, row])
             if crc_tail_fault(view, begin, begin + size, int(longs[_PROPERTIES_SIZE, row])):
