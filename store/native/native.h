@@ -178,7 +178,7 @@ static inline void fetch_at(const uint8_t *data, int64_t length, int64_t at, int
    crc32c checks their number itself. */
 enum { ANY = -1 };
 #define FUNCTIONS(F) \
-    F(crc32c, ANY) F(crc32c_by_table, 1) F(sweep, 10) F(content_end, 3) F(lay, 3) F(meet, 3) F(list, 10) F(walk, 4) F(join, 4) \
+    F(crc32c, ANY) F(crc32c_by_table, 1) F(sweep, 10) F(lay, 3) F(meet, 3) F(list, 10) F(walk, 4) F(join, 4) \
     F(measure, 4) F(pairs, 2) F(find_inner, 4) F(record_holds, 4) F(read_at, 3) F(lengths, 1) F(encode, 8) F(restore, 6) \
     F(identify, 3) F(copy_parts, 9) F(message_parts, 10) F(renumber, 5) F(put_entries, 6) F(read_units, 12) F(tagged, 2) \
     F(check_units, 12) F(frames, 8) F(frame_head, 8) F(records_of, 1) F(json_lines, 5) F(fence, 0)

@@ -91,35 +91,6 @@ PyObject *native_meet(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     Py_RETURN_NONE;
 }
 
-/* content_end(buffer, start, end) -> the position after the last byte of the range that is not zero, or `start`. */
-PyObject *native_content_end(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    int64_t start = PyLong_AsLongLong(args[1]), end = PyLong_AsLongLong(args[2]);
-    if (PyErr_Occurred())
-        return NULL;
-    Py_buffer view;
-    if (!hold_range(args[0], start, end, &view))
-        return NULL;
-    const uint8_t *data = view.buf;
-    PyThreadState *others = end - start >= LONG_BYTES ? PyEval_SaveThread() : NULL;
-    for (bool blank = true; blank && end > start;) {
-        int64_t begin = end - start > STRETCH ? end - STRETCH : start;
-        meet(data, end, begin);
-        for (uint64_t words[16], any = 0; !any && end - begin >= (int64_t)sizeof words; end -= any ? 0 : (int64_t)sizeof words) {
-            memcpy(words, data + end - sizeof words, sizeof words);
-            for (size_t i = 0; i < sizeof words / sizeof *words; i++)
-                any |= words[i];
-        }
-        while (end > begin && !data[end - 1])
-            end--;
-        blank = end == begin;
-    }
-    if (others)
-        PyEval_RestoreThread(others);
-    PyBuffer_Release(&view);
-    return PyLong_FromLongLong(end);
-}
-
 /* Return true if nothing, or a BLANK and zeros, are left of a segment. */
 static bool is_used_up(const uint8_t *at, const uint8_t *end)
 {
@@ -150,20 +121,13 @@ PyObject *native_sweep(PyObject *module, PyObject *const *args, Py_ssize_t nargs
     Buffers held = {0};
     Py_buffer *view, *longs, *ints;
     Keys topics = {0};
-    if (!(view = hold(&held, args[0], 1, -1, false, "buffer")))
-        goto done;
-    if (at < 0 || at > stop || stop > view->len || limit < 0 || limit > INT32_MAX) {
-        PyErr_Format(PyExc_ValueError, "%lld records of %lld..%lld are not within a buffer of %zd bytes", (long long)limit,
-                     (long long)at, (long long)stop, view->len);
-        goto done;
-    }
-    if (!(longs = hold(&held, args[7], 8, -1, true, "longs")) ||
+    if (!(view = hold(&held, args[0], 1, -1, false, "buffer")) || !(longs = hold(&held, args[7], 8, -1, true, "longs")) ||
         !(ints = hold(&held, args[8], 4, INT_ROWS * (longs->len / 8 / LONG_ROWS), true, "ints")))
         goto done;
     const int64_t room = longs->len / 8 / LONG_ROWS;
-    if (limit > room) {
-        PyErr_Format(PyExc_ValueError, "longs: expected room for %lld records, got that for %lld", (long long)limit,
-                     (long long)room);
+    if (at < 0 || at > stop || stop > view->len || limit < 0 || limit > room || limit > INT32_MAX) {
+        PyErr_Format(PyExc_ValueError, "%lld records of %lld..%lld are not within a buffer of %zd bytes, or tables of %lld records",
+                     (long long)limit, (long long)at, (long long)stop, view->len, (long long)room);
         goto done;
     }
     const uint8_t *data = view->buf;
@@ -338,7 +302,7 @@ enum { CACHE_LINE = 64, SOON = 16 };
    Prepare units and index entries of `count` records that `sweep` has read into tables of `limit`. TAGS_CODE and `has_unit` are
    set for each record. Ordered by topic and queue id follow ROW of each record that has a unit, SLOT (its queue offset), and its
    unit. Each of the `queues` has its topic, its id, the end of its `rows`, and whether their slots are consecutive. Entries are
-   int64 and int32, as bytearrays. `prefixes` are the int32 hashes of each topic's prefix of keys. Rows of `out` fill its room.
+   int64 and int32, as bytearrays. `prefixes` are the int32 hashes of each topic's prefix of keys. `out` has room for `limit`, too.
 
    None: a record is of a rare kind that Python checks, or a tag or key is not ASCII. */
 PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -358,16 +322,10 @@ PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         !(longs = hold(&held, args[4], 8, LONG_ROWS * limit, false, "longs")) ||
         !(ints = hold(&held, args[5], 4, INT_ROWS * limit, false, "ints")) ||
         !(prefixes = hold(&held, args[6], 4, -1, false, "prefixes")) ||
-        !(out = hold(&held, args[7], 8, -1, true, "out")) ||
+        !(out = hold(&held, args[7], 8, LISTED_ROWS * limit, true, "out")) ||
         !(has_unit = hold(&held, args[8], 1, count, true, "has_unit")) ||
         !(units = hold(&held, args[9], 1, UNIT_BYTES * count, true, "units")))
         goto done;
-    const int64_t room = out->len / 8 / LISTED_ROWS;
-    if (count > room) {
-        PyErr_Format(PyExc_ValueError, "out: expected room for %lld records, got that for %lld", (long long)count,
-                     (long long)room);
-        goto done;
-    }
     const uint8_t *data = view->buf;
     const int64_t *l = longs->buf;
     const int32_t *n = ints->buf, *prefix = prefixes->buf;
@@ -388,7 +346,7 @@ PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         uint32_t flags = (uint32_t)n[SYS_FLAG * limit + i], transaction = flags & TRANSACTION_MASK;
         int64_t topic = n[TOPIC * limit + i], at = l[PROPERTIES * limit + i], size = l[PROPERTIES_SIZE * limit + i];
         int64_t code = 0;
-        if (i + SOON < count) { /* they are far apart: wait for several at once */
+        if (i + SOON < count && l[PROPERTIES_SIZE * limit + i + SOON]) { /* they are far apart: wait for several at once */
             uintptr_t soon = (uintptr_t)data + (uintptr_t)l[PROPERTIES * limit + i + SOON];
             __builtin_prefetch((const void *)soon);
             __builtin_prefetch((const void *)(soon + CACHE_LINE));
@@ -428,7 +386,7 @@ PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
             before_size = unique.size || keys.size ? 0 : size;
             before_code = code;
         }
-        o[TAGS_CODE * room + i] = code;
+        o[TAGS_CODE * limit + i] = code;
         listed[i] = !transaction || transaction == TRANSACTION_COMMIT;
         if (listed[i]) {
             int64_t before_it = queues.count, number;
@@ -450,27 +408,27 @@ PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
             int64_t size = sizes[order[i].number];
             sizes[order[i].number] = rows; /* from here on: position of its next row */
             rows += size;
-            o[QUEUE_TOPIC * room + i] = (int64_t)(order[i].key >> 32);
-            o[QUEUE_NUMBER * room + i] = (int32_t)order[i].key;
-            o[QUEUE_END * room + i] = rows;
+            o[QUEUE_TOPIC * limit + i] = (int64_t)(order[i].key >> 32);
+            o[QUEUE_NUMBER * limit + i] = (int32_t)order[i].key;
+            o[QUEUE_END * limit + i] = rows;
         }
         uint8_t *unit = units->buf;
         for (int64_t i = 0; i < count; i++) {
             if (!listed[i])
                 continue;
             int64_t to = sizes[queue_of_row[i]]++;
-            o[ROW * room + to] = i;
-            o[SLOT * room + to] = l[QUEUE_OFFSET * limit + i];
+            o[ROW * limit + to] = i;
+            o[SLOT * limit + to] = l[QUEUE_OFFSET * limit + i];
             put64(unit + UNIT_BYTES * to, (uint64_t)l[POSITION * limit + i] + (uint64_t)base);
             put32(unit + UNIT_BYTES * to + UNIT_SIZE_AT, (uint32_t)n[SIZE * limit + i]);
-            put64(unit + UNIT_BYTES * to + UNIT_TAGS_CODE_AT, (uint64_t)o[TAGS_CODE * room + i]);
+            put64(unit + UNIT_BYTES * to + UNIT_TAGS_CODE_AT, (uint64_t)o[TAGS_CODE * limit + i]);
         }
         for (int64_t i = 0, at = 0; i < queues.count; i++) {
-            int64_t end = o[QUEUE_END * room + i];
+            int64_t end = o[QUEUE_END * limit + i];
             bool follows = true;
             for (at++; at < end; at++)
-                follows = follows && (uint64_t)o[SLOT * room + at] - (uint64_t)o[SLOT * room + at - 1] == 1;
-            o[QUEUE_FOLLOWS * room + i] = follows;
+                follows = follows && (uint64_t)o[SLOT * limit + at] - (uint64_t)o[SLOT * limit + at - 1] == 1;
+            o[QUEUE_FOLLOWS * limit + i] = follows;
         }
     }
     if (others)

@@ -45,7 +45,7 @@ from mqstore.layout.record import (
     TRANSACTION_ROLLBACK,
     measure,
 )
-from mqstore.layout.scan import ROW_SPACE, Headers, Run, slices
+from mqstore.layout.scan import Headers, Run, slices
 from mqstore.native import kernel
 
 if TYPE_CHECKING:
@@ -261,9 +261,9 @@ def _compiled_columns(view: memoryview, run: Run, count: int, base: int, topics:
     """Return the columns, built by compiled code, or None if a record is not ordinary."""
     assert kernel is not None
     prefixes = np.array([_prefix(name) for name in topics], np.int32)
-    out = np.empty((_LISTED_ROWS, count + ROW_SPACE), np.int64)
-    has_unit, units = np.empty(count, np.bool_), np.empty(count, unit_dtype())
     limit = run.longs.shape[1]
+    out = np.empty((_LISTED_ROWS, limit), np.int64)
+    has_unit, units = np.empty(count, np.bool_), np.empty(count, unit_dtype())
     found = kernel.list(*(view, limit, count, base, run.longs, run.ints, prefixes, out, has_unit, units.view(np.uint8)))
     if found is None:
         return None

@@ -71,6 +71,7 @@ _ODD_PAIR: Final = int.from_bytes(_MAGIC_BYTES[1:3], sys.byteorder)
 _BLOCK_BYTES = 1 << 19  # examined at once; stays in the cache between the passes over it
 _PATIENCE = 16  # `find_next` reads this many times its range before it distrusts large candidates
 _PAGE_BYTES = 4096
+_ZEROS = bytes(1 << 16)
 _RUN_RECORDS = 8192
 
 # Rows of the two tables that `kernel.sweep` fills: 64 and 32 bits.
@@ -80,7 +81,7 @@ _INT_ROWS: Final = 5
 _COVERED: Final[tuple[Checksum, ...]] = ("crc32c-record", "crc32-body")
 """Kinds of checksums, by their numbers in `kernel.sweep`, which begin with 1."""
 _SIZE_ROW, _QUEUE_ID, _SYS_FLAG, _TOPIC, _TAIL = range(_INT_ROWS)
-ROW_SPACE: Final = 72
+_ROW_SPACE: Final = 72
 """Unused items after each row, since rows that begin powers of two apart share a line of the cache."""
 
 
@@ -146,7 +147,7 @@ def read_run(
     if kernel is None:
         headers, end = _read_run(view, start, stop, base, checksum, limit, checksums=checksums)
         return headers, end, met
-    room = min(limit, max(0, stop - start) // MIN_RECORD_BYTES + 1) + ROW_SPACE
+    room = min(limit, max(0, stop - start) // MIN_RECORD_BYTES + 1) + _ROW_SPACE
     longs, ints = np.empty((_LONG_ROWS, room), np.int64), np.empty((_INT_ROWS, room), np.int32)
     covered = _COVERED.index(checksum) + 1 if checksums else 0
     count, end, topics, tails, met = kernel.sweep(
@@ -459,13 +460,11 @@ def content_end(buf: ReadableBuffer, start: int = 0, end: int | None = None) -> 
     """
     view = _bytes_of(buf)
     high = len(view) if end is None else end
-    if kernel is not None and start <= high:
-        return int(kernel.content_end(view, start, high))
     while high > start:
-        low = max(start, high - _BLOCK_BYTES)
-        used = len(view[low:high].tobytes().rstrip(b"\0"))
-        if used:
-            return low + used
+        low = max(start, high - len(_ZEROS))
+        block = view[low:high].tobytes()
+        if block != _ZEROS[: len(block)]:
+            return low + len(block.rstrip(b"\0"))
         high = low
     return start
 
