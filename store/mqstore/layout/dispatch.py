@@ -170,9 +170,9 @@ class Rows:
 
     def entries(self, start: int = 0) -> tuple[_Int32s, _Int64s, _Int64s]:
         """Return (key hash, physical offset, store time) of the index entries of records from `start` on."""
-        physical = self.physical_offset[self.entry_row]
-        wanted = physical >= start
-        return self.entry_hash[wanted], physical[wanted], self.store_timestamp_ms[self.entry_row[wanted]]
+        physical = self.physical_offset[self.entry_row]  # ascending
+        first = int(np.searchsorted(physical, start))
+        return self.entry_hash[first:], physical[first:], self.store_timestamp_ms[self.entry_row[first:]]
 
     def output(self) -> Output:
         """Return the units and entries to write for these records."""

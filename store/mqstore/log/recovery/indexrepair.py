@@ -119,6 +119,8 @@ class IndexRepair:
             known += int(np.count_nonzero(physical == newest))
             if len(physical) and int(physical[0]) < newest:
                 break
+        if not known:
+            return entries
         result = []
         for hashes, physical, stamps in entries:
             skip = np.zeros(len(physical), np.bool_)
