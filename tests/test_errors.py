@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mqstore import errors
+from mqstore import BatchFailure, Reject, Retry, Store, errors
 from mqstore.errors import MQStoreError
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -44,3 +44,14 @@ def test_an_error_is_the_same_after_pickle_and_copy(kind: type[MQStoreError]) ->
         assert (str(again), again.args, vars(again)) == (str(error), error.args, vars(error))
         for name in ("errno", "strerror", "filename"):
             assert getattr(again, name, None) == getattr(error, name, None)
+
+
+def test_order_of_a_handler_is_the_same_after_pickle(mq_store: Store) -> None:
+    """A `Retry` of a handler's work in a process pool broke the pool."""
+    mq_store.put("t", b"x")
+    [message] = mq_store.iter("t")
+
+    for order in (Retry(5), Retry(), Reject("why"), Reject(), Reject(ValueError("x")), BatchFailure([message])):
+        again = pickle.loads(pickle.dumps(order))
+        assert type(again) is type(order)
+        assert (str(again), repr(vars(again))) == (str(order), repr(vars(order)))

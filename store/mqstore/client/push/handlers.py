@@ -29,7 +29,7 @@ from functools import partial
 from typing import Any, Final
 
 from mqstore.client.limitedlog import LimitedLog
-from mqstore.errors import ConfigError
+from mqstore.errors import ConfigError, MQStoreError
 from mqstore.log.message import Message
 from mqstore.options import Duration, seconds
 
@@ -124,6 +124,8 @@ class Retry(Exception):  # noqa: N818  (an order, no error)
     2.0
     """
 
+    __reduce__ = MQStoreError.__reduce__
+
     def __init__(self, delay: Duration | None = None) -> None:
         self.delay_s = None if delay is None else _finite(delay)
         super().__init__("again" if self.delay_s is None else f"again in {self.delay_s:g} s")
@@ -135,6 +137,8 @@ class Reject(Exception):  # noqa: N818
     >>> Reject("no such customer").reason
     'no such customer'
     """
+
+    __reduce__ = MQStoreError.__reduce__
 
     def __init__(self, reason: object = "") -> None:
         self.reason = reason
@@ -151,6 +155,8 @@ class BatchFailure(Exception):  # noqa: N818
     >>> BatchFailure([]).failed
     ()
     """
+
+    __reduce__ = MQStoreError.__reduce__
 
     def __init__(self, failed: Iterable[Message], untried: Iterable[Message] = ()) -> None:
         self.failed = tuple(failed)
