@@ -116,6 +116,7 @@ class QueueRun:
         coroutines: bool = False,
     ) -> None:
         check_handler(handler, coroutines=coroutines)
+        self._on_loop = coroutines
         self.workers = check_whole("workers", workers, 1, _WORKERS_MAX)
         self._grace_s = seconds(grace, "grace")
         if rate_per is not None and (rate is None or not callable(rate_per)):
@@ -153,7 +154,7 @@ class QueueRun:
     # -- the loops --------------------------------------------------------------------------------------------------
 
     async def go(self) -> RunSummary:
-        with at_signals(self.stop, self.interrupt):
+        with at_signals(self.stop, self.interrupt, on_loop=self._on_loop):
             try:
                 self.queue._runs.add(self.wake)
                 self._begin()
@@ -220,7 +221,7 @@ class QueueRun:
         self._stopping = True
         self.wake()
 
-    def interrupt(self, *_: object) -> None:
+    def interrupt(self) -> None:
         """End at once, because of a second signal."""
         self._interrupted, self._end_s = True, -math.inf
         self.wake()

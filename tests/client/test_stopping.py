@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -277,3 +279,63 @@ def test_idle_consumers_are_closed_before_hanging_ones(tmp_path: Path) -> None:
         crowd.let_go.set()
     ended(*closing, 30)
     assert revoked == [True] * 4
+
+
+# -- signals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def heard() -> Iterator[list[int]]:
+    """Signals that a handler of the program, such as that of uvicorn, has got."""
+    numbers: list[int] = []
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    for each in before:
+        signal.signal(each, lambda number, frame: numbers.append(number))
+    yield numbers
+    for each, handler in before.items():
+        signal.signal(each, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("ended_before", [0, 1, 2])
+def test_signal_ends_every_run_of_a_loop(tmp_path: Path, heard: list[int], number: int, ended_before: int) -> None:
+    """Only the last one of two queues ended, and a server with a run in its lifespan did not."""
+    before = signal.getsignal(number)
+
+    async def main() -> None:
+        started = asyncio.Event()
+
+        async def handle(delivered: Any) -> None:
+            started.set()
+
+        if number == signal.SIGINT:
+            signal.signal(number, before)  # in place of the handler of `asyncio.run`
+        async with mqstore.aio.open(tmp_path / "store") as store:
+            queues = [await store.queue(name) for name in ("a", "b")]
+            consumer = await store.push_consumer("g")
+            consumer.subscribe("t", handle)
+            runs = [asyncio.create_task(run) for run in (*(q.run(handle) for q in queues), consumer.run())]
+            await store.put("t", b"x")
+            await started.wait()
+            for queue, run in zip(queues[:ended_before], runs, strict=False):
+                await queue.shutdown()
+                await run
+
+            signal.raise_signal(number)
+
+            await asyncio.wait_for(asyncio.gather(*runs), 30)
+        assert heard == [number]
+        assert signal.getsignal(number) is before
+
+    asyncio.run(main())
+
+
+def test_run_of_the_main_thread_returns_though_the_program_would_exit(store: Store) -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        queue = store.queue("jobs")
+        queue.put(b"a")
+
+        assert queue.run(lambda task: signal.raise_signal(signal.SIGTERM), grace=30).handled == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)

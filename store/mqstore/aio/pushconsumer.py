@@ -253,7 +253,7 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
         """Start, wait for SIGINT or SIGTERM, and stop. Return the result of `stop`.
         Outside the main thread it waits for a `stop` from elsewhere. A second signal has its former effect."""
         timeout_s = seconds(stop_timeout, "stop_timeout")
-        with at_signals(lambda: self._bridge.post(partial(self._begin_to_stop, timeout_s))):
+        with at_signals(lambda: self._bridge.post(partial(self._begin_to_stop, timeout_s)), on_loop=True):
             await self._enter(self.sync.start)
             try:
                 await asyncio.wait([self._stopped])

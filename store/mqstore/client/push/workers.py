@@ -29,7 +29,7 @@ from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
 from types import FrameType, GeneratorType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mqstore.broker.redelivery.attempt_journal import NONE, UNREAD
 from mqstore.client.push.handlers import Decision
@@ -430,28 +430,46 @@ def _flow(job: Job, worker: Worker) -> Flow[None]:
         yield from rest
 
 
+_blocks: list[tuple[list[Callable[[], object]], bool]] = []
+"""Blocks of `at_signals`: the calls of their next signals, and `on_loop`."""
+_former: dict[int, Any] = {}
+"""Handlers of the program, which `_handle` has replaced."""
+_ENDING = ("_signal", "asyncio.runners")
+"""Modules whose handlers of SIGINT end the program at once: those are called only while no block is open."""
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    calls = [block.pop(0) for block, _ in _blocks if block]
+    for call in calls:
+        call()
+    former = _former[number]
+    origin = getattr(getattr(former, "func", former), "__module__", None)
+    if not calls:
+        signal.signal(number, former)
+        signal.raise_signal(number)
+    elif any(on_loop for _, on_loop in _blocks) and callable(former) and origin not in _ENDING:
+        former(number, frame)
+
+
 @contextmanager
 def at_signals(
-    stop: Callable[[], object], second: Callable[[int, FrameType | None], object] | None = None
+    stop: Callable[[], object], second: Callable[[], object] | None = None, *, on_loop: bool = False
 ) -> Iterator[None]:
-    """On the main thread, call `stop` at SIGINT and SIGTERM, and then `second` (None: their former effect)."""
-    restore: list[Callable[[], object]] = []
-
-    def restore_all() -> None:
-        for each in restore:
-            each()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        restore_all()
-        for each in (signal.SIGINT, signal.SIGTERM) if second is not None else ():
-            signal.signal(each, second)
-        stop()
-
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before = signal.signal(number, handle)
-            restore.append(partial(signal.signal, number, before))
+    """On the main thread, call `stop` at SIGINT and SIGTERM, and then `second` (None: their former effect).
+    Blocks on an event loop overlap, in any order: a signal is for each, and for the handler of a server around them."""
+    block = ([stop] if second is None else [stop, second], on_loop)
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     try:
+        if numbers:
+            _blocks.append(block)
+        for number in numbers:
+            if (former := signal.getsignal(number)) is not _handle:
+                _former[number] = former or signal.SIG_DFL
+                signal.signal(number, _handle)
         yield
     finally:
-        restore_all()
+        if block in _blocks:
+            _blocks.remove(block)
+        for number in numbers if not _blocks else ():
+            if signal.getsignal(number) is _handle:
+                signal.signal(number, _former[number])
