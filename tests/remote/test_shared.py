@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -256,6 +257,16 @@ def test_interpreter_that_does_not_start_is_reported(
         starter(tmp_path / "mq").dial()
     with mqstore.open(tmp_path / "mq"):
         pass
+
+
+def test_frozen_program_does_not_start_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of PyInstaller started itself in place of a server, that one again, and so on."""
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    with pytest.raises(StoreIOError, match=r"frozen program .* serve\(\)"):
+        starter(tmp_path / "mq").dial()
+    monkeypatch.setattr(spawn, "get_executable", lambda: shutil.which("false"))  # another program is started
+    with pytest.raises(StoreIOError, match="it was killed"):
+        starter(tmp_path / "mq").dial()
 
 
 def test_log_of_the_server_is_bounded(tmp_path: Path) -> None:

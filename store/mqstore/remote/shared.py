@@ -16,6 +16,7 @@ and waiting for it helps. The file has the options of the process that has start
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -190,6 +191,9 @@ class Starter:
         REAL.pwrite(lock, text.ljust(REAL.size(lock)), 0)
         from multiprocessing import spawn  # for programs in which Python is embedded: `multiprocessing.set_executable`
 
+        if getattr(sys, "frozen", False) and os.fsdecode(spawn.get_executable()) == sys.executable:
+            why = "this frozen program would start itself; open the store in one process, and call its serve()"
+            raise StoreIOError(errno.ENOTSUP, why, os.fspath(self.path), "starting a server")
         search = os.pathsep.join(os.path.abspath(each) for each in sys.path if each)
         kept = {name: value for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name)}
         try:
