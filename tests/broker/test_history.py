@@ -173,7 +173,12 @@ LIVES: dict[str, tuple[Callable[[World], Any], list[Told], str]] = {
         lambda w: w.transaction("rollback"), [(0, "prepared", "committed or rolled back")], "not started"),
     "committed": (
         lambda w: (w.transaction("commit"), w.later(4)),
-        [(0, "prepared", "committed or rolled back"), (2, "stored", LISTED)], "not started"),
+        [(0, "prepared", "committed"), (2, "stored", LISTED)], "not started"),
+    "committed, and killed before the operation was written": (
+        lambda w: (w.transaction("commit"), kill(w.store.log), w.open()),
+        [(0, "prepared", "committed"), (2, "stored", LISTED)], "not started"),
+    "stored with an expiry": (
+        lambda w: w.put(properties={"mqstore_expires_ms": str(T0 + 7000)}), [(0, "stored", 7, LISTED)], "not started"),
 }  # fmt: skip
 
 

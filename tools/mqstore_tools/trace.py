@@ -68,7 +68,7 @@ def _tables(message: dict[str, Any], *, several: bool) -> list[tuple[str, tuple[
 def _details(row: dict[str, Any]) -> str:
     facts = [f"attempt {row['attempt']}"] * (row["attempt"] is not None)
     name = row.get("event") or row["state"]
-    until = "until" if name in ("delivered", "extended", "leased") else "due"
+    until = {"delivered": "until", "extended": "until", "leased": "until", "stored": "expires"}.get(name, "due")
     day, due = when(row.get("at_ms"))[:11], when(row["until_ms"])
     facts += [f"{until} {due.removeprefix(day)}"] * (row["until_ms"] is not None)
     return ", ".join([*facts, *filter(None, (row.get("holder"), row["reason"]))])

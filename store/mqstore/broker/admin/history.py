@@ -40,6 +40,7 @@ from mqstore.layout.consumequeue import UNIT
 from mqstore.layout.jsontext import decode
 from mqstore.layout.messageid import is_message_id
 from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, REAL_TOPIC, RETRY_REASON, RETRY_TOPIC, UNIQ_KEY
+from mqstore.layout.record import TRANSACTION_COMMIT, TRANSACTION_MASK
 from mqstore.log.message import Message
 from mqstore.log.reading.directory import StoreFiles
 
@@ -70,7 +71,7 @@ class Event:
     """Copy that it happened to."""
     attempt: int | None = None
     until_ms: int | None = None
-    """End of a lease, or time at which it is due."""
+    """End of a lease, or time at which it is due, or at which the item expires."""
     holder: str = ""
     """Client of a server that had the delivery."""
     reason: str = ""
@@ -116,7 +117,7 @@ class Histories:
         """`name` is that of the store in the result, `groups` the only ones to show."""
         self._files, self._store, self._name, self._only = files, files._store, name, groups  # noqa: SLF001
         self._tables = open_tables(self._store)
-        self._indexed = set[int]()
+        self._indexed, self._committed = set[int](), set[int]()
         self._popped: Collection[QueueKey] = ()
         self.missed: list[str] = []
         """Reasons why something may be missing from the result."""
@@ -140,7 +141,10 @@ class Histories:
             items = items_of(self._tables, pops)
         except MQStoreError as error:
             self.missed.append(f"states: {error}")
-        deliveries = _Deliveries([message for key in chosen for message in histories[key]])
+        copies = [message for key in chosen for message in histories[key]]
+        commits = (each for each in copies if each.sys_flag & TRANSACTION_MASK == TRANSACTION_COMMIT)
+        self._committed = {each.prepared_transaction_offset for each in commits}
+        deliveries = _Deliveries(copies)
         entries = [] if pops is None else pops.journal.read()  # before the log, into which it may be folded meanwhile
         self._read_pops(deliveries, entries)
         found = []
@@ -242,6 +246,8 @@ class Histories:
             reason = properties.get(property_names.DLQ_REASON, "")
         elif topic == names.HALF_TOPIC:
             event, reason = "prepared", self._half(message)
+        else:
+            until_ms = number(properties.get(names.EXPIRES_MS))
         return Event(at_ms, event, group, topic, message.queue_id, message.offset, attempt, until_ms, "", reason)
 
     def _dispatched(self, message: Message) -> str:
@@ -252,7 +258,9 @@ class Histories:
         return "dispatched to its queue" + " and the index" * (place in self._indexed)
 
     def _half(self, half: Message) -> str:
-        """Say whether an operation has ended a half message."""
+        """Say whether a half message has ended: by its commit, which may have no operation yet, or by an operation."""
+        if half.physical_offset in self._committed:
+            return "committed"
         ops = islice(self._since(names.OP_TOPIC, half.store_timestamp_ms), _LOOKS)
         ended = any(str(half.offset).encode() in bytes(op.body_view).split(b",") for op in ops)
         return "committed or rolled back" if ended else "not ended, as far as known"
