@@ -85,12 +85,25 @@ def test_segment_without_permission_is_a_missing_range(tmp_path: Path, at: int, 
     for found in (findings, planned.findings):
         missing = [each for each in found if each.kind == "missing_segment"]
         assert [(each.file, each.length) for each in missing] == [(f"commitlog/{name}", SIZE)]
-        assert os.strerror(number) in missing[0].detail
+        assert f"{os.strerror(number)}; make it readable" in missing[0].detail
     for refused in (lambda: recover(path, fs=fs), lambda: open_in("rw", path, fs=fs)):
         with pytest.raises(mqstore.MQStoreError, match=os.strerror(number)) as caught:
             refused()
         assert name in str(caught.value)
     assert files(path, lock=False) == before
+
+
+@pytest.mark.parametrize("name", ["get --key k0", "lag", "export --topic t --queue-id 0"])
+def test_commands_name_an_unreadable_first_segment(tmp_path: Path, name: str) -> None:
+    """Without it the messages there looked lost, or as if they had never been."""
+    segment = numbered(tmp_path / "s", "mqstore", "t")[0]
+    segment.unlink()
+    segment.symlink_to(segment.name)
+    verb, *options = name.split()
+
+    output = command(verb, tmp_path / "s", *options, exit_code=None).output
+    assert f"{segment.name} cannot be opened" in output
+    assert "make it readable" in output
 
 
 def test_lack_of_descriptors_is_no_missing_segment(tmp_path: Path) -> None:

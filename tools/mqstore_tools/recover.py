@@ -208,7 +208,7 @@ def _show(report: dict[str, Any], new: list[dict[str, Any]], *, dry_run: bool) -
     if report["changed"]:
         verdict = "would be changed" if dry_run else "was changed"
     elif new:
-        verdict = "was not changed: the damage listed above cannot be repaired"
+        verdict = "was not changed: the damage listed above remains"
     else:
         verdict = "has no new damage; nothing to do" if known else "is in order; nothing to do"
     if known:

@@ -136,7 +136,7 @@ class SegmentRun:
                 except OSError as error:
                     if self._refuses_links or error.errno not in _NOT_OPENED:
                         raise
-                    self.unreadable[name] = f"{name} cannot be opened: {error.strerror}"
+                    self.unreadable[name] = f"{name} cannot be opened: {error.strerror}; make it readable"
 
     def reasons(self, start: int, stop: int) -> str:
         """Return why files in the range of a gap cannot be opened, as the end of a sentence, or ""."""

@@ -144,7 +144,7 @@ class Opening:
             run.load()
             for name, why in run.unreadable.items():  # otherwise later records would be cut, or its place be reused
                 raise CorruptStoreError(
-                    f"{run.directory}{os.sep}{why}. Make it readable, or move it away and lose its messages",
+                    f"{run.directory}{os.sep}{why}, or move it away and lose its messages",
                     str(run.directory / name),
                 )
             places = misnamed_segments(run, parts.checksum, fs)

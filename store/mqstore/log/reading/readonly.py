@@ -75,7 +75,9 @@ class ReadOnlyMessageStore(IteratingReader):
 
     def _load_queues(self) -> None:
         """Load every queue, and find its readable part."""
-        for problem in self.parts.missing_in_front():  # no read reaches these segments
+        first, parts = self.log_files.min_offset, self.parts
+        missing = (each for each in parts.load_problems if each.kind == "missing_segment" and each.position < first)
+        for problem in (*parts.missing_in_front(), *missing):  # no read reaches these segments
             finding = finding_of(problem, self.log_files.segment_bytes)
             self.records.log_lost(finding, "Its messages are skipped")
         load_deleted(self.parts, writer=False)
