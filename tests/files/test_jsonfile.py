@@ -96,6 +96,7 @@ CONSUMER_FILTER = (
         ('{"a":"{1:2,3:4}","\\"{5:":"\\\\",6:7}', '{"a": "{1:2,3:4}", "\\"{5:": "\\\\", "6": 7}'),
         ('{"same":1,"same":2}', '{"same": 2}'),
         ("{}", "{}"),
+        ('\ufeff{"a":{3:12}}', '{"a": {"3": 12}}'),  # the mark that some editors put first
     ],
 )
 def test_both_dialects_are_read(text: str, strict: str) -> None:
@@ -120,6 +121,8 @@ def test_both_dialects_are_read(text: str, strict: str) -> None:
         (b'{"a": 1}{', 0),
         (b"{'a': 1}", 0),
         ('{"ä":1,\n{2:3}\n'.encode(), 9),
+        ('\ufeff{"ä":1,\n{2:3}\n'.encode(), 12),
+        ("\ufeff\ufeff{}".encode(), 0),
         (CONSUMER_OFFSET.encode()[:-1], None),
         ("{\u0661:2}".encode(), 0),  # an Arabic digit one is no digit to JSON
     ],

@@ -78,7 +78,8 @@ class LoadedJson(NamedTuple):
 
 
 def decode_json(data: bytes) -> dict[str, Any]:
-    """Decode the object in `data`, in either dialect. The last of equal keys counts, as in Java.
+    """Decode the object in `data`, in either dialect. The last of equal keys counts, as in Java. A byte order mark, which
+    some editors put first, is skipped.
 
     Raises `FormatError` for everything else: no bytes, another type on top, NaN, too much nesting, not UTF-8.
 
@@ -88,7 +89,7 @@ def decode_json(data: bytes) -> dict[str, Any]:
     if not data:
         raise FormatError("the file is empty", "json", 0)
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise FormatError("not UTF-8", "json", error.start) from error
     try:
