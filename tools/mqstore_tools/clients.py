@@ -9,9 +9,8 @@ from typing import Any
 
 import click
 
-from mqstore.errors import ConnectionLostError
 from mqstore_tools.render import Cells, pick, show_tables
-from mqstore_tools.session import connected, show_ms, target_argument
+from mqstore_tools.session import server_of, show_ms, target_argument
 from mqstore_tools.shared import command, finish
 
 
@@ -34,10 +33,7 @@ def clients(target: Path, conflicts: bool) -> None:
     Members of a group that subscribe differently get messages that they do not want, and skip others. RocketMQ's
     clients cannot be refused, so such groups are shown here.
     """
-    store = connected(target)
-    if store is None:
-        raise ConnectionLostError(f"no server has {target} open; start one with: mqstore serve {target}", sent=False)
-    with store:
+    with server_of(target) as store:
         found = store.clients()
     differing = list(_conflicts(found))
     groups = [(row["group"], *_member(each)) for row in differing for each in row["members"]]

@@ -67,14 +67,21 @@ def _access() -> dict[str, Any]:
 def connected(target: Path) -> Any:
     """Return the store of the server at an address, or of the one that has a directory open. None: no server has it.
     Raises ConnectionLostError for an address, and ConfigError for a server of another kind."""
-    if is_address(target):
-        return mqstore.connect(os.fspath(target), **_access())
-    if not (target / "serve.json").is_file():
+    if not is_address(target) and not (target / "serve.json").is_file():
         return None
     try:
-        return mqstore.connect(target, **_access())
-    except ConnectionLostError:  # opening it says who has it, if anybody has
+        return server_of(target)
+    except ConnectionLostError as error:  # opening the directory says who has it, if anybody has
+        if is_address(target):
+            raise
+        if not str(error).startswith("no server has"):  # it runs, and does not answer
+            note(f"{target}: {error}")
         return None
+
+
+def server_of(target: Path) -> Any:
+    """Return the store of a server, as `connected`. Raises ConnectionLostError without one."""
+    return mqstore.connect(os.fspath(target if is_address(target) else target.absolute()), **_access())
 
 
 def open_store(target: Path, *, create: bool) -> Store:
