@@ -330,6 +330,11 @@ class ReadOnlyStoreError(MQStoreError, PermissionError):
 
     code = ResultCode.NO_PERMISSION
 
+    def __str__(self) -> str:
+        if self.filename is None:
+            return super().__str__()
+        return f"{self.filename}: {self.strerror}; this process must be allowed to read the store, or to write it"
+
 
 class StoreClosedError(MQStoreError, ValueError):
     """The store was closed, or belongs to the parent of this forked process."""

@@ -85,6 +85,8 @@ def test_errors_name_operation_and_file(
         REAL.pwrite(fd, b"x", 0)
     assert caught.value.errno == number
     assert caught.value.filename == str(tmp_path / "victim")
+    assert str(tmp_path / "victim") in str(caught.value)
+    assert "[Errno" not in str(caught.value)
     REAL.close(fd)
 
 

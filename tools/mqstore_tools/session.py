@@ -67,7 +67,7 @@ def _access() -> dict[str, Any]:
 def connected(target: Path) -> Any:
     """Return the store of the server at an address, or of the one that has a directory open. None: no server has it.
     Raises ConnectionLostError for an address, and ConfigError for a server of another kind."""
-    if not is_address(target) and not (target / "serve.json").is_file():
+    if not is_address(target) and not os.path.isfile(target / "serve.json"):
         return None
     try:
         return server_of(target)

@@ -78,8 +78,8 @@ class LoadedJson(NamedTuple):
 
 
 def decode_json(data: bytes) -> dict[str, Any]:
-    """Decode the object in `data`, in either dialect. The last of equal keys counts, as in Java. A byte order mark, which
-    some editors put first, is skipped.
+    """Decode the object in `data`, in either dialect. The last of equal keys counts, as in Java. A byte order mark, as
+    some editors put it first, is skipped.
 
     Raises `FormatError` for everything else: no bytes, another type on top, NaN, too much nesting, not UTF-8.
 
