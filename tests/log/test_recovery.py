@@ -838,6 +838,20 @@ def test_a_store_without_a_checkpoint_is_read_from_its_beginning(tmp_path: Path,
         settle(made)
 
 
+@pytest.mark.parametrize("crash", [False, True])
+@pytest.mark.parametrize(("profile", "state"), [("mqstore", "missing"), ("rocketmq", "short"), ("mqstore", "zeros")])
+def test_a_bad_checkpoint_is_work_for_recover(tmp_path: Path, profile: str, state: str, crash: bool) -> None:
+    """`verify` reported it, and the plan of the repair said that there was nothing to do."""
+    made = make(tmp_path / "s", profile, crash=crash)
+    spoil_checkpoint(made, state)
+    assert recover(made.path, dry_run=True).changed
+    assert recover(made.path).changed
+    with made.open("r") as store:
+        assert not [*store.verify()]
+    assert not recover(made.path, dry_run=True).changed
+    assert not recover(made.path).changed
+
+
 @pytest.mark.parametrize(
     ("profile", "state"), [("mqstore", "missing"), ("rocketmq", "short"), ("rocketmq", "zeros"), ("mqstore", "garbage")]
 )

@@ -107,6 +107,8 @@ class Opening:
         if any(at > outcome.end for at in deleted.values()):  # the log lost its end, and new messages will follow there
             save_deleted(parts, {topic: min(at, outcome.end) for topic, at in deleted.items()})
         report = outcome.report
+        # `_note_watermark` has mended what a plan reports as a bad checkpoint.
+        report.changed |= options.full and had_checkpoint is True and parts.checksum == "crc32c-record"
         report_renamed(report, renamed, surplus)
         report_undone(report, undone)
         # The backup of this file is one version older. With it a batch could be appended twice.

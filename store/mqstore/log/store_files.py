@@ -75,6 +75,17 @@ class StoreParts:
         self.has_checkpoint = self.checkpoint_file.load()
         self.checkpoint = self.checkpoint_file.current
 
+    def bad_checkpoint(self) -> Finding | None:
+        """Return the finding about a checkpoint that is missing or invalid."""
+        if not self.has_checkpoint and self.log_files.starts:
+            return Finding(
+                "bad_checkpoint", "checkpoint", 0, 0, "missing, or not a checkpoint; opening will read the whole log"
+            )
+        if self.has_checkpoint and self.checkpoint.flushed is None and self.checksum == "crc32c-record":
+            # In the other profile a Java broker may have written it, which is not a fault.
+            return Finding("bad_checkpoint", "checkpoint", 64, 36, "the watermarks do not fit their checksum")
+        return None
+
     def save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Save the checkpoint, durably."""
         self.checkpoint_file.save(checkpoint)

@@ -154,7 +154,9 @@ class _Recovery:
         for problem in parts.load_problems:
             if problem.kind != "missing_segment":
                 self._note_load_problem(problem)
-        report.changed |= bool(parts.queue_table.short_files)
+        report.changed |= bool(parts.queue_table.short_files) or (
+            self.options.full and parts.bad_checkpoint() is not None
+        )
         if self.writing:
             parts.queue_table.lengthen()  # units will be rebuilt from the log
         if parts.log_files.starts:

@@ -231,12 +231,9 @@ class Verifier:
             name = os.path.relpath(path, self._root)
             missing = self._queues.segment_bytes - length
             yield Finding("segment_size", name, length, missing, f"{length} bytes instead of {length + missing}")
-        if not self._parts.has_checkpoint and self._run.starts and not self.is_live:  # a writer saves it every second
-            detail = "missing, or not a checkpoint; opening will read the whole log"
-            yield Finding("bad_checkpoint", "checkpoint", 0, 0, detail)
-        elif self._parts.has_checkpoint and self._checkpoint.flushed is None and self._checksum == "crc32c-record":
-            # In the other profile a Java broker may have written it, which is not a fault.
-            yield Finding("bad_checkpoint", "checkpoint", 64, 36, "the watermarks do not fit their checksum")
+        bad = self._parts.bad_checkpoint()
+        if bad is not None and (self._parts.has_checkpoint or not self.is_live):  # a writer saves one every second
+            yield bad
 
     def segments(self) -> Iterator[Finding]:
         """Yield findings about names and lengths of the log's files, and about a lost manifest, which has lengths."""
