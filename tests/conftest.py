@@ -160,7 +160,7 @@ _CAMPAIGNS = ("/campaigns/", "/crash/", "/damage/", "/fuzz/", "/model/", "/stres
 _COVERED = 1
 """Of a test with many parameters so many are measured. Measuring doubles the time of a test, and they go the same ways:
 what is printed is a lower bound."""
-_LONGEST = ("/stress/", "_run_twice_in_one_directory", "[test_served.py]", "[test_store.py]", "_under_load_")
+_LONGEST = ("/stress/", "_run_twice_in_one_directory", "_question_is_answered", "_under_load_")
 """Parts of the names of tests that take ten seconds and more."""
 _UNMEASURED = pytest.StashKey[bool]()
 
