@@ -18,10 +18,9 @@ from urllib.parse import unquote
 import pytest
 from click.testing import CliRunner
 
+import mqstore
 from examples import demo as demo_module
 from examples.demo import demo
-from mqstore.broker.selection import group_queue
-from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from tests.tools.support import environment
 
 CHECKS = {"killed", "acknowledged", "complete", "once", "files", "keys", "verified", "found", "mended", "passed_over"}
@@ -65,19 +64,23 @@ def test_the_next_writer_goes_on_behind_the_last_line_in_the_store(run: tuple[di
         assert after["first_line"] == before["acknowledged"] + after["unacknowledged"]
 
 
-def test_the_store_holds_the_files_line_by_line(run: tuple[dict[str, Any], Path]) -> None:
+def test_the_store_holds_the_files_line_by_line(run: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     summary, folder = run
     library = Path(sysconfig.get_path("stdlib"))
     lines: dict[str, list[bytes]] = {}
-    with ReadOnlyMessageStore(folder / "store") as store:
+    places: set[tuple[str, int]] = set()
+    with mqstore.open(folder / "store", "r") as store:
         for ref in store.queues("stdlib"):
             for message in store.iter(*ref):
                 assert message.message_group is not None
-                assert message.queue_id == group_queue(message.message_group, 8)
+                places.add((message.message_group, ref.queue_id))
                 lines.setdefault(message.message_group, []).append(message.body)
                 assert message.keys == (f"{message.message_group}:{len(lines[message.message_group]) - 1}",)
                 assert message.tag == message.message_group.split("/")[0].removesuffix(".py")
     assert sum(map(len, lines.values())) == summary["lines"]
+    with mqstore.open(tmp_path) as other:
+        other.create_topic("stdlib", queues=8)
+        assert places == {(group, other.put("stdlib", b"", message_group=group).queue.queue_id) for group in lines}
     for group, bodies in lines.items():
         data = (library / unquote(group)).read_bytes()
         assert b"".join(bodies) == data
@@ -86,7 +89,7 @@ def test_the_store_holds_the_files_line_by_line(run: tuple[dict[str, Any], Path]
 
 def test_the_mended_copy_has_lost_one_message_and_says_so(run: tuple[dict[str, Any], Path]) -> None:
     summary, folder = run
-    with ReadOnlyMessageStore(folder / "copy") as store:
+    with mqstore.open(folder / "copy", "r") as store:
         findings = list(store.verify())
         messages = sum(1 for ref in store.queues("stdlib") for _ in store.iter(*ref))
     assert [finding.kind for finding in findings] == ["bad_record"]

@@ -9,11 +9,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args, get_overloads, get_type_hints
 
 import pytest
 
 import mqstore
-from mqstore.queue import QueueOptions
 from tests.pages import ROOT
 
 CHECKED = ROOT / "tests" / "client" / "typed_queues.py"
@@ -49,5 +49,7 @@ def test_queues_have_the_types_of_their_codecs(checker: Callable[[Path], list[st
 
 def test_typed_options_are_those_of_a_queue() -> None:
     parameters = set(inspect.signature(mqstore.Queue).parameters) - {"broker", "name", "codec"}
-    assert set(QueueOptions.__annotations__) == parameters
+    for overload in get_overloads(mqstore.Store.queue):
+        [options] = get_args(get_type_hints(overload)["options"])
+        assert set(options.__annotations__) == parameters
     assert list(inspect.signature(mqstore.Store.queue).parameters)[:2] == ["self", "name"]

@@ -9,9 +9,8 @@ import pytest
 
 import mqstore
 import mqstore.aio
-from mqstore import Store
+from mqstore import Message, Store
 from mqstore.errors import InvalidMessageError, ReceiptExpiredError
-from mqstore.log.message import Message
 from tests.cluster.support import Cluster
 from tests.waiting import until
 

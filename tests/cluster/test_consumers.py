@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import Store
-from mqstore.client.push.consumer import PushConsumer
+from mqstore import Message, PushConsumer, Store
 from mqstore.errors import ConfigError, NotSupportedError
-from mqstore.log.message import Message
 from tests.cluster.support import Cluster
 from tests.waiting import until
 

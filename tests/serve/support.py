@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mqstore import Store
+from mqstore.layout.record import Record, decode_record
 from mqstore.remoting.frames import ONE_WAY, RESPONSE, Frame, FrameReader, encode
 from tests.tools.support import running
 
@@ -164,6 +165,11 @@ class Client:
         """Lock queues of `orders` for a client. Return the ids of those that it has."""
         answer = self.ask(LOCK, body=queues_of(group, client_id, *queue_ids))
         return [each["queueId"] for each in json.loads(answer.body)["lockOKMQSet"]]
+
+
+def record_of(frame: Frame) -> Record:
+    """Return the first message in the body of a frame."""
+    return decode_record(frame.body)
 
 
 def queues_of(group: str, client_id: str, *queue_ids: int) -> bytes:

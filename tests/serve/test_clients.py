@@ -15,8 +15,19 @@ import mqstore
 from mqstore import Store, StoreConfig
 from mqstore.engine import SimulatedClock
 from mqstore.errors import NotPermittedError, SubscriptionConflictError
-from mqstore.layout.record import decode_record
-from tests.serve.support import HEART_BEAT, ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, UNLOCK, Client, queues_of, serving
+from tests.serve.support import (
+    HEART_BEAT,
+    ORDERS,
+    PULL,
+    PULL_ORDERS,
+    ROUTE,
+    SEND,
+    UNLOCK,
+    Client,
+    queues_of,
+    record_of,
+    serving,
+)
 
 REPLY, RECALL = 325, 370
 
@@ -169,7 +180,7 @@ def test_reply_reaches_the_client_that_asked(address: tuple[str, int], client: C
     produce(client, "p1")
     assert client.ask(SEND, ORDERS | {"i": REQUEST}, b"?").code == 0
     with Client(address) as consumer:
-        asked = decode_record(consumer.ask(PULL, PULL_ORDERS).body)
+        asked = record_of(consumer.ask(PULL, PULL_ORDERS))
         assert asked.properties["CLUSTER"] == "DefaultCluster"
         reply = ORDERS | {"b": "DefaultCluster_REPLY_TOPIC", "i": REQUEST, "k": "false"}
         waiting = consumer.send(REPLY, reply, b"!")
@@ -234,7 +245,7 @@ def test_clients_send_to_namespaces_and_traces(client: Client, store: Store, top
     assert client.ask(SEND, ORDERS | {"b": topic}, b"a").code == 0
     client.heartbeat("c1", "ns%billing", **{topic: "*"})
     pull = PULL_ORDERS | {"topic": topic, "consumerGroup": "ns%billing", "sysFlag": 2, "suspendTimeoutMillis": 20_000}
-    assert decode_record(client.ask(PULL, pull).body).body == b"a"
+    assert record_of(client.ask(PULL, pull)).body == b"a"
 
 
 @pytest.mark.parametrize("topic", ["%orders", "orders%", "a%%b", "%LMQ%orders"])

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore.log.reading.readonly import ReadOnlyMessageStore
-from mqstore.log.store import MessageStore
 
 pytestmark = pytest.mark.spark
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -27,8 +25,8 @@ def blocks(page: str, folder: Path) -> list[tuple[str, str]]:
 
 def rows(path: Path) -> list[tuple[str, str | None, bytes]]:
     """(topic, key, body) of all messages, in the order of the log."""
-    with ReadOnlyMessageStore(path) as store:
-        found = [m for topic in store.topics() for ref in store.queues(topic) for m in store.iter(*ref)]
+    with mqstore.open(path, "r") as store:
+        found = [m for topic in store.topics(system=True) for ref in store.queues(topic) for m in store.iter(*ref)]
         return [
             (m.topic, m.keys[0] if m.keys else None, m.body) for m in sorted(found, key=lambda m: m.physical_offset)
         ]
@@ -96,7 +94,7 @@ def test_the_examples_of_the_sink_run(spark: Any, tmp_path: Path) -> None:
     exec(compile(first[1], "first", "exec"), typed)
     assert rows(tmp_path / "var/mq") == [("orders", "7", b'{"order_id":"7","status":"paid","customer":"me"}')]
 
-    with MessageStore(tmp_path / "source") as store:
+    with mqstore.open(tmp_path / "source") as store:
         store.put_many("orders", [b"%d" % i for i in range(5)], queue_id=0)
     reader = spark.readStream.format("mqstore").option("startingOffsets", "earliest").option("columns", "topic,body")
     typed["orders"] = reader.load(str(tmp_path / "source"))

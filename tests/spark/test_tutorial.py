@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mqstore.log.reading.readonly import ReadOnlyMessageStore
+import mqstore
 
 _ROOT = Path(__file__).parent.parent.parent
 _TYPIST = r"""
@@ -57,9 +57,9 @@ Queues = dict[tuple[str, int], list[Copy]]
 def messages(path: Path) -> Queues:
     """By queue, in order. The store verifies, to the last byte."""
     found: Queues = {}
-    with ReadOnlyMessageStore(path) as store:
+    with mqstore.open(path, "r") as store:
         assert [*store.verify()] == []
-        for topic in store.topics():
+        for topic in store.topics(system=True):
             if not topic.startswith("%"):
                 for ref in store.queues(topic):
                     copies = [_copy(message) for message in store.iter(*ref)]

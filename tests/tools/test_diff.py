@@ -12,7 +12,6 @@ import pytest
 import mqstore as library
 from examples import shop
 from mqstore import SimulatedClock, StoreConfig
-from mqstore.log.store import MessageStore
 from tests.log.support import flip_log
 from tests.tools.support import mqstore, mqstore_json, snapshot
 
@@ -141,10 +140,10 @@ def test_damaged_message_is_in_the_other_store(pair: tuple[Path, Path]) -> None:
 
 
 def test_front_that_retention_deleted_is_in_the_other_store(pair: tuple[Path, Path]) -> None:
-    with MessageStore(pair[1]) as log:
-        log.drop_before(1 << 16)
-        refs = [(topic, ref.queue_id) for topic in ("orders", "payments") for ref in log.queues(topic)]
-        kept = {ref: log.offsets(*ref)[0] for ref in refs}
+    with library.open(pair[1], config=StoreConfig(clock=SimulatedClock(shop.BEGIN_MS))) as store:
+        store.log.drop_before(1 << 16)
+        refs = [ref for topic in ("orders", "payments") for ref in store.queues(topic)]
+        kept = {tuple(ref): store.offsets(*ref)[0] for ref in refs}
 
     rows = [row for row in differences(*pair) if row["kind"] == "messages" and row["topic"] in ("orders", "payments")]
 
