@@ -20,7 +20,7 @@
 #   make items   a queue is killed N=500 times among all its verbs, in each of three kinds
 #   make descriptors  stores in processes with few file descriptors: N=2000 cases (a few a second)
 #   make retention  every command and call that reads beside a writer that drops segments, N=20 rounds
-#   make interrupts  Ctrl-C at every point of every call, one after the other (half an hour)
+#   make interrupts  Ctrl-C at N=4000 points of every call, one after the other (all: half an hour)
 #   make stress  producers and consumers of all kinds at once, for N=60 seconds
 #   make shared  processes that share a directory while its server is killed, and ends idle, N=30 times each
 #   make hostile  commands on stores whose files and folders are links, pipes, devices: N=30000 of such cases (all)
@@ -182,8 +182,9 @@ retention: N = 20
 retention: $(VENV)/stamp-dev
 	MQSTORE_CAMPAIGN_ROUNDS=$(N) $(BIN)/python -m pytest -q -n $(JOBS) tests/campaigns/test_beside_retention.py
 
+interrupts: N = 4000
 interrupts: $(VENV)/stamp-dev
-	MQSTORE_CAMPAIGN_ROUNDS=4000 $(BIN)/python -m pytest -q -n $(JOBS) --timeout 3600 tests/campaigns/test_interrupts.py
+	MQSTORE_CAMPAIGN_ROUNDS=$(N) $(BIN)/python -m pytest -q -n $(JOBS) --timeout 3600 tests/campaigns/test_interrupts.py
 
 stress: N = 60
 stress: $(VENV)/stamp-dev
