@@ -126,6 +126,20 @@ def test_an_unreadable_config_file_is_a_problem_and_hides_nothing_else(golden: G
     assert len(found["topics"]) > 5
 
 
+@pytest.mark.parametrize("name", ["topics.json", "subscriptionGroup.json"])
+@pytest.mark.parametrize("backup", [True, False])
+def test_a_damaged_table_is_a_problem_also_with_a_backup(tmp_path: Path, name: str, backup: bool) -> None:
+    with library.open(tmp_path) as store:
+        store.queue("jobs")
+        store.queue("mail")
+    file = tmp_path / "config" / name
+    file.write_bytes(b"")
+    if not backup:
+        file.with_name(f"{name}.bak").unlink()
+    found = mqstore_json("inspect", tmp_path, exit_code=1)
+    assert sum(name in problem for problem in found["problems"]) == 1
+
+
 def test_hostile_names_reach_the_screen_escaped(tmp_path: Path) -> None:
     """`mqstore` checks every character of each command."""
     path, evil = tmp_path / "s", "g\x1b]0;title\x07\u202e\x9b2J"

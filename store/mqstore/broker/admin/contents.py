@@ -152,6 +152,8 @@ def inspect_store(
     found["consumer_offsets"] = _consumer_offsets(path, problems)
     found["delay_offsets"] = _table(path, "delayOffset.json", "offsetTable", problems)
     found["order_info"] = _table(path, "consumerOrderInfo.json", "table", problems)
+    for name in ("topics.json", "subscriptionGroup.json"):  # the broker's view has their values, if it can load them
+        _table(path, name, "", problems)
     if len(problems) > _MAX_PROBLEMS:
         problems[_MAX_PROBLEMS:] = [f"and {len(problems) - _MAX_PROBLEMS} more: see `mqstore verify`"]
     return {**found, "problems": problems, "broker": broker}
