@@ -41,6 +41,9 @@ def show(target: Path) -> None:
     An orphan is a level that is not in the store's table of levels. The next broker moves its messages to the timer,
     where they keep their times, or delivers them at once with orphan_level_policy="deliver_now". The figures are those
     on disk: a running broker is some seconds ahead.
+
+    The timer moves a message on that is due in more than two days. If all are, "next due" is the time at which the
+    first is moved. `mqstore trace` shows when one is delivered.
     """
     with examine(target) as desk:
         found = desk.delays()
