@@ -10,6 +10,7 @@ import pytest
 
 import mqstore as library
 from mqstore.errors import ConfigError
+from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from tests.tools.brokers import broker, tables
 from tests.tools.support import mqstore, mqstore_json
 
@@ -25,6 +26,27 @@ def store(tmp_path: Path) -> Path:
         deliveries = running.pop("billing", "orders", 3, queue_id=0)
         running.ack("billing", "orders", [each.receipt for each in deliveries[:2]])
     return path
+
+
+def test_all_folders_are_listed_as_often_for_many_topics_as_for_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were listed for each topic: with 3,000 topics `topics` took a quarter of an hour."""
+    listed, refresh = [], QueueTable.refresh
+
+    def counted(table: QueueTable, topic: str | None = None) -> list[ConsumeQueue]:
+        listed[-1] += topic is None
+        return refresh(table, topic)
+
+    monkeypatch.setattr(QueueTable, "refresh", counted)
+    for count in (2, 20):
+        path = tmp_path / str(count)
+        with broker(path) as running:
+            for i in range(count):
+                running.put(f"t{i}", b"x", queue_id=0)
+        listed.append(0)
+        assert [row["messages"] for row in mqstore_json("topics", path)["topics"]] == [1] * count
+    assert listed[0] == listed[1]
 
 
 def test_topic_shows_settings_and_consumers(store: Path) -> None:

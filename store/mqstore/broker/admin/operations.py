@@ -27,7 +27,7 @@ from mqstore.broker.reading import Reads, Start
 from mqstore.broker.redelivery.dead_letters import DeadLetters, Replay, letter_origin, letters_of
 from mqstore.broker.tables.groups import GroupConfig, RetryPolicy, default_retry
 from mqstore.broker.tables.topics import TopicConfig
-from mqstore.errors import ConfigError, GroupNotFoundError, ReadOnlyStoreError
+from mqstore.errors import ConfigError, GroupNotFoundError, ReadOnlyStoreError, TopicNotFoundError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 
@@ -294,8 +294,9 @@ def of_directory(path: str | os.PathLike[str]) -> Operations:
 
 
 def _topic(opened: Offline, name: str) -> TopicView:
-    config, store = opened.topics.require(name), opened.tables.store
-    bounds = [opened.offsets.bounds(*ref) for ref in (store.queues(name) if name in store.topics() else ())]
+    config, bounds = opened.topics.require(name), list[tuple[int, int]]()
+    with suppress(TopicNotFoundError):  # entered, but without a queue
+        bounds = [opened.offsets.bounds(*ref) for ref in opened.tables.store.queues(name)]
     return TopicView(config, sum(high - low for low, high in bounds), sorted(opened.offsets.groups_of(name)))
 
 
