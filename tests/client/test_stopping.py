@@ -330,6 +330,62 @@ def test_signal_ends_every_run_of_a_loop(tmp_path: Path, heard: list[int], numbe
     asyncio.run(main())
 
 
+def test_signal_during_a_start_ends_the_run(tmp_path: Path, heard: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`run` raised StoreClosedError, because the consumer was stopped before it had started."""
+
+    async def main() -> None:
+        async with mqstore.aio.open(tmp_path / "store") as store:
+            consumer = await store.push_consumer("g")
+            consumer.subscribe("t", print)
+            stopped = threading.Event()
+            start, stop = consumer.sync.start, consumer.sync.stop
+
+            def start_late() -> object:
+                asyncio.run_coroutine_threadsafe(asyncio.to_thread(signal.raise_signal, signal.SIGTERM), loop).result()
+                until(lambda: heard == [signal.SIGTERM])
+                stopped.wait(0.3)
+                return start()
+
+            def stop_and_tell(timeout: Any) -> bool:
+                ended = stop(timeout)
+                stopped.set()
+                return ended
+
+            loop = asyncio.get_running_loop()
+            monkeypatch.setattr(consumer.sync, "start", start_late)
+            monkeypatch.setattr(consumer.sync, "stop", stop_and_tell)
+            assert await consumer.run() is True
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["queue", "push_consumer"])
+def test_signal_that_does_not_wake_the_loop_ends_the_run(tmp_path: Path, heard: list[int], kind: str) -> None:
+    """Like one that comes right before the loop waits. A thread that raises it does not wake the loop either."""
+
+    async def main() -> None:
+        async with mqstore.aio.open(tmp_path / "store") as store:
+            started = asyncio.Event()
+
+            async def handle(delivered: Any) -> None:
+                started.set()
+
+            if kind == "queue":
+                queue = await store.queue("t")
+                run = asyncio.create_task(queue.run(handle))
+            else:
+                consumer = await store.push_consumer("g")
+                consumer.subscribe("t", handle)
+                run = asyncio.create_task(consumer.run())
+            await store.put("t", b"x")
+            await started.wait()
+            threading.Timer(0.2, signal.raise_signal, [signal.SIGTERM]).start()
+
+            await asyncio.wait_for(run, 30)
+
+    asyncio.run(main())
+
+
 def test_run_of_the_main_thread_returns_though_the_program_would_exit(store: Store) -> None:
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:

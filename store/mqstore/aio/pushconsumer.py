@@ -28,13 +28,14 @@ from functools import partial
 from typing import Any, TypeVar, overload
 
 from mqstore.aio.base import Closable, Value, called
-from mqstore.aio.loop_thread import LoopThread, uncancelled
+from mqstore.aio.loop_thread import LoopThread, settle, uncancelled
 from mqstore.client.push import consumer as pushconsumer
 from mqstore.client.push import workers
 from mqstore.client.push.handlers import check_handler, check_has_run
 from mqstore.client.push.workers import at_signals
 from mqstore.logger import log as _log
 from mqstore.options import Duration, seconds
+from mqstore.queueloop import LOOK_S
 
 Handler = Callable[..., Any]
 """Function with the parameters of a synchronous handler. Called on the loop, its result awaited."""
@@ -253,10 +254,13 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
         """Start, wait for SIGINT or SIGTERM, and stop. Return the result of `stop`.
         Outside the main thread it waits for a `stop` from elsewhere. A second signal has its former effect."""
         timeout_s = seconds(stop_timeout, "stop_timeout")
-        with at_signals(lambda: self._bridge.post(partial(self._begin_to_stop, timeout_s)), on_loop=True):
-            await self._enter(self.sync.start)
+        signalled: asyncio.Future[None] = self._bridge.loop.create_future()
+        with at_signals(lambda: self._bridge.post(partial(settle, signalled, None, None)), on_loop=True):
+            await self._enter(self.sync.start)  # to its end: a consumer that was stopped does not start
             try:
-                await asyncio.wait([self._stopped])
+                ends: set[asyncio.Future[Any]] = {self._stopped, signalled}
+                while not (await asyncio.wait(ends, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED))[0]:
+                    pass
             finally:
                 ended = await self.stop(timeout_s)
         return ended
