@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 import mqstore
 import mqstore.aio
 from mqstore import Message, Store, cancelled
+from tests.children import fork
 from tests.client.aiosupport import in_store
 from tests.client.pushsupport import hook
 from tests.client.support import ended, in_thread, subscribed, until, workers_of
@@ -384,6 +386,31 @@ def test_signal_that_does_not_wake_the_loop_ends_the_run(tmp_path: Path, heard: 
             await asyncio.wait_for(run, 30)
 
     asyncio.run(main())
+
+
+def test_child_forked_by_a_handler_dies_of_a_signal(store: Store) -> None:
+    """It called `stop` of its copy of the run, so `terminate` of a process or a pool had no effect."""
+    codes: list[int] = []
+    reader, writer = os.pipe()
+
+    def work() -> None:
+        os.write(writer, b".")
+        until(lambda: False)
+
+    def handle(task: mqstore.Task) -> None:
+        pid = fork(work, limit_s=10)
+        os.read(reader, 1)  # a signal during the fork is lost
+        os.kill(pid, signal.SIGTERM)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    queue = store.queue("jobs")
+    queue.put(b"a")
+    queue.shutdown()
+    queue.run(handle)
+
+    os.close(reader)
+    os.close(writer)
+    assert codes == [-signal.SIGTERM]
 
 
 def test_run_of_the_main_thread_returns_though_the_program_would_exit(store: Store) -> None:

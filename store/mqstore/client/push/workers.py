@@ -16,6 +16,7 @@ code, in an order that a test chooses.
 from __future__ import annotations
 
 import heapq
+import os
 import signal
 import sys
 import threading
@@ -431,7 +432,8 @@ def _flow(job: Job, worker: Worker) -> Flow[None]:
 
 
 _blocks: list[tuple[list[Callable[[], object]], bool]] = []
-"""Blocks of `at_signals`: the calls of their next signals, and `on_loop`."""
+"""Blocks of `at_signals`: the calls of their next signals, and `on_loop`. A forked child has none."""
+os.register_at_fork(after_in_child=_blocks.clear)
 _former: dict[int, Any] = {}
 """Handlers of the program, which `_handle` has replaced."""
 _ENDING = ("_signal", "asyncio.runners")
