@@ -100,16 +100,16 @@ static bool is_used_up(const uint8_t *at, const uint8_t *end)
     return blank || at == end;
 }
 
-/* What checksums are of, in the order of layout/scan.py. */
+/* Values of `checksums`; layout/scan.py names the last two in this order. */
 enum { NOT_CHECKED, OF_RECORD, OF_BODY };
 
 /* sweep(buffer, start, stop, base, limit, checksums, populated, longs, ints, segment) -> (count, stop, topics, tails, populated)
 
    Read consecutive records from `start`, those that start before `stop`, at most `limit`. Ends at the first one that is not a
    record, does not have its own position as its physical offset (`base` is that of the buffer's start), or does not match its
-   checksum, which is of what `checksums` says; an empty body is not checked. The buffer may have several segments of `segment` bytes; 0: it is one. The enums name the rows of the
-   tables. `topics` is the number of distinct topics, numbered in order of first occurrence. `tails` counts the records with a
-   possible CRC tail, marked in TAIL: Python must check them. */
+   checksum, of the record or of its body. An empty body is not checked. The buffer may have several segments of `segment` bytes;
+   0: it is one. The enums name the rows of the tables. `topics` is the number of distinct topics, numbered in order of first
+   occurrence. `tails` counts the records with a possible CRC tail, marked in TAIL: Python must check them. */
 PyObject *native_sweep(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     int64_t at = PyLong_AsLongLong(args[1]), stop = PyLong_AsLongLong(args[2]), base = PyLong_AsLongLong(args[3]);

@@ -327,6 +327,8 @@ def test_bad_arguments_are_refused() -> None:
     for limit, count in ((4, 4), (4, -1), (3, 3), (2, 3)):
         with pytest.raises(ValueError, match=r"records of|expected"):
             kernel.list(log, limit, count, BASE, *given)
+    with pytest.raises(ValueError, match="out: expected"):
+        kernel.list(log, 4, 3, BASE, *given[:3], out[:, :3].copy(), *given[4:])
     for table, row, value in (
         (longs, 3, len(log)),
         (longs, 3, -1),

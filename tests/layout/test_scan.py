@@ -413,7 +413,7 @@ def test_content_ends_behind_the_last_byte_that_is_not_zero(content: bytes, zero
     end = data.draw(st.integers(start, len(buf)))
     assert content_end(buf, start, end) == start + len(buf[start:end].rstrip(b"\0"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scan, "_BLOCK_BYTES", 7)
+        patch.setattr(scan, "_ZEROS", bytes(7))
         assert content_end(memoryview(buf), start, end) == start + len(buf[start:end].rstrip(b"\0"))
 
 
