@@ -268,7 +268,6 @@ static PyObject *deliver(PopFields *self, QueueFields *state, int count, long lo
     batch->invisible_ms = invisible_ms;
     batch->deltas = Py_NewRef(Py_None);
     batch->moved = Py_NewRef(Py_None);
-    batch->failed = Py_NewRef(Py_None);
     batch->local = local;
     if (!(batch->left = PyLong_FromLongLong((1LL << count) - 1)))
         goto done;
@@ -509,9 +508,8 @@ static int settle(PopFields *self, QueueFields *state, const Claim *claims, int 
     if (in_order) {
         state->cursor = claims->start + (left ? __builtin_ctzll((unsigned long long)left) : batch->count);
         self->order_changes++;
-    } else if (!left) {
-        state->batches--;
-        Py_XSETREF(batch->failed, Py_NewRef(Py_None));
+    } else {
+        state->batches -= !left;
     }
     state->acked += count;
     for (int i = 0; i < count && !in_order; i++)

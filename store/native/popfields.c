@@ -8,7 +8,7 @@ static PyObject *heappush, *acquire, *is_owned, *release, *no_args, *at_once; /*
 
 /* --- a batch --- */
 
-#define BATCH(F) F(deltas) F(left) F(moved) F(failed)
+#define BATCH(F) F(deltas) F(left) F(moved)
 
 static void batch_fields_dealloc(BatchFields *self)
 {

@@ -9,7 +9,7 @@
 typedef struct {
     PyObject_HEAD
     long long name, start, pop_time_ms, invisible_ms;
-    PyObject *deltas, *left, *moved, *failed;
+    PyObject *deltas, *left, *moved;
     int count;
     char local;
 } BatchFields;

@@ -198,7 +198,7 @@ _FIELDS = (
 
 
 def _shown(batch: Batch | None) -> Any:
-    names = ("name", "start", "count", "pop_time_ms", "invisible_ms", "deltas", "left", "moved", "local", "failed")
+    names = ("name", "start", "count", "pop_time_ms", "invisible_ms", "deltas", "left", "moved", "local")
     return None if batch is None else tuple(repr(getattr(batch, name)) for name in names)
 
 
@@ -209,6 +209,7 @@ def memory(state: QueueState) -> dict[str, Any]:
         "in_flight": [(offset, _shown(batch)) for offset, batch in state.in_flight.items()],
         "released": [(offset, _shown(batch)) for offset, batch in state.released.items()],
         "revived": list(state.revived),
+        "reasons": {offset: reason for offset, (_, reason) in state.reasons.items()},
         "fifo": _shown(state.fifo),
         "ahead": [message.offset for message in state.ahead],
         "entries": timeline.entries,

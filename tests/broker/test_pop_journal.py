@@ -167,7 +167,7 @@ def test_kill_between_folding_and_emptying_changes_nothing(pops: PopBench) -> No
     (pops.path / FILE).write_bytes(before)
     pops.reopen(requeue_on_open=False)
     assert [each.offset for each in pops.service.pending("g")] == [0, 2]
-    assert {offset for batch in pops.state.in_flight.values() for offset in batch.failed or ()} == {2}
+    assert [offset for offset, batch in pops.state.in_flight.items() if pops.state.reason(batch, offset)] == [2]
     assert offsets(pops.pop(n=9)) == [4, 5]
 
 
@@ -449,7 +449,10 @@ class Beside:
         return {
             key: (
                 *(state.cursor, state.advance(), sorted(state.released), sorted(state.revived)),
-                {offset: (sum(batch.times(offset)), batch.holds(offset)) for offset, batch in state.in_flight.items()},
+                {
+                    offset: (sum(batch.times(offset)), state.holds(batch, offset))
+                    for offset, batch in state.in_flight.items()
+                },
             )
             for key, state in pops.tables.states.items()
             if state.cursor > 0

@@ -18,13 +18,13 @@ from mqstore.broker.admin.offline import offline
 from mqstore.broker.admin.operations import check_letters, letter_filter, letter_groups
 from mqstore.broker.context import Tables, open_tables
 from mqstore.broker.redelivery.dead_letters import DeadLetters, letter_origin, letters_of
+from mqstore.broker.redelivery.reason import reason_of
 from mqstore.errors import ConfigError
 from mqstore.files.lock import refuse_beside_writer
 from mqstore.files.readonly_fs import QUIET
 from mqstore.jobs.opening import StoreName, open_store
 from mqstore.jobs.runner import Runner, Where
 from mqstore.jobs.selection import Selection, Shaped, Stores, check_followed, check_known, names_of, select
-from mqstore.layout.properties import DLQ_REASON
 from mqstore.log.message import Message
 
 _SHOWN: Final = 10
@@ -205,7 +205,7 @@ def _count(job: _Job, name: StoreName) -> tuple[set[str], Mapping[tuple[str, str
         for letters in job.letters(tables):
             for letter in letters.select(**job.choice()):
                 key = letters.group, letter_origin(letter)
-                found.setdefault(key, _Heap()).add(letter, letter._stored_property(DLQ_REASON) or "")
+                found.setdefault(key, _Heap()).add(letter, reason_of(letter))
     return known, found
 
 

@@ -32,14 +32,14 @@ from mqstore.broker.delay.timerqueries import is_cancelled
 from mqstore.broker.items.files import items_of
 from mqstore.broker.items.state import Items
 from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC, QueueKey, is_dlq_topic, is_retry_topic
-from mqstore.broker.pop.log import ACK, CHANGE, GIVE, POP, REOPENED, RESET, SKIP
+from mqstore.broker.pop.log import ACK, CHANGE, GIVE, POP, RESET, SKIP
 from mqstore.broker.redelivery.dead_letters import DeadLetters
+from mqstore.broker.redelivery.reason import EXPIRED, REOPENED, Reason, reason_of
 from mqstore.errors import FormatError, InvalidMessageError, MQStoreError
-from mqstore.layout import properties as property_names
 from mqstore.layout.consumequeue import UNIT
 from mqstore.layout.jsontext import decode
 from mqstore.layout.messageid import is_message_id
-from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, REAL_TOPIC, RETRY_REASON, RETRY_TOPIC, UNIQ_KEY
+from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, REAL_TOPIC, RETRY_TOPIC, TIMER_DEL_UNIQKEY, UNIQ_KEY
 from mqstore.layout.record import TRANSACTION_COMMIT, TRANSACTION_MASK
 from mqstore.log.message import Message
 from mqstore.log.reading.directory import StoreFiles
@@ -228,22 +228,21 @@ class Histories:
         properties, topic, at_ms = message.stored_properties(), message.topic, message.store_timestamp_ms
         event, group, attempt, until_ms, reason = "stored", None, None, None, self._dispatched(message)
         if topic == TIMER_TOPIC:
-            event, reason = "delayed", properties.get(RETRY_REASON, reason)
+            event, reason = "delayed", reason_of(message) or reason
             with suppress(KeyError, ValueError):  # a damaged or foreign record
-                if property_names.TIMER_DEL_UNIQKEY in properties:
+                if TIMER_DEL_UNIQKEY in properties:
                     event = "recall"
                 else:
                     until_ms = due_of(properties)
                     reason = "recalled" if is_cancelled(self._store, message) else reason
         elif topic == SCHEDULE_TOPIC:
             event, until_ms = "delayed", deliver_time_ms(self._store.delay_table_ms, message.queue_id + 1, at_ms)
-            reason = properties.get(RETRY_REASON, reason)
+            reason = reason_of(message) or reason
         elif is_retry_topic(topic):
             event, group, attempt = "retry", _group_of(topic, properties), message.attempt
-            reason = properties.get(RETRY_REASON, "")
+            reason = reason_of(message)
         elif is_dlq_topic(topic):
-            event, group = "dead letter", topic.removeprefix(names.DLQ_PREFIX)
-            reason = properties.get(property_names.DLQ_REASON, "")
+            event, group, reason = "dead letter", topic.removeprefix(names.DLQ_PREFIX), reason_of(message)
         elif topic == names.HALF_TOPIC:
             event, reason = "prepared", self._half(message)
         else:
@@ -428,18 +427,19 @@ class _Deliveries:
                     self._change(place, ACK, at_ms, value)
             elif self._is_new(place, pop_ms):
                 if last is not None and not last.ended:  # in order, no record says that
-                    self._end(place, last, pop_ms, REOPENED if last.local and pop_ms < last.due_ms else "")
+                    self._end(place, last, pop_ms, REOPENED if last.local and pop_ms < last.due_ms else EXPIRED)
                 self._leases[place] = _Lease(due_ms, local)
                 attempt = 1 + value.get("oc", {}).get(str(place.offset), 0) if in_order else copy.attempt
                 whom = "in the store's process" if local else "by a client"
                 self._add(place, pop_ms, "delivered", attempt=attempt, until_ms=due_ms, reason=whom)
 
     def _change(self, place: _Place, kind: str, at_ms: int | None, value: Any) -> None:
-        lease, why = self._leases[place], {"reason": str(value.get("e", "")), "holder": str(value.get("h", ""))}
+        lease, reason = self._leases[place], Reason.of(value)
+        why = {"reason": reason.text, "holder": reason.holder}
         if kind == CHANGE:
             pop_ms = _whole(value["pt"])
             lease.failed, lease.due_ms = value.get("n") == 1, pop_ms + _whole(value["it"])
-            event = "released" if value.get("g") == 1 else "failed" if lease.failed else "extended"
+            event = "extended" if not lease.failed else "failed" if reason.counts else "released"
             self._seen.add((place, pop_ms))
             if self._is_new(place, lease.due_ms, event):
                 events = self.events[self._copies[place[1:]].physical_offset]
@@ -451,15 +451,15 @@ class _Deliveries:
         elif not lease.ended and kind == GIVE and not lease.failed and (at_ms or 0) < lease.due_ms:
             self._add(place, at_ms, "released", **why)
         elif not lease.ended:
-            self._end(place, lease, at_ms or lease.due_ms, **why)
+            self._end(place, lease, at_ms or lease.due_ms, reason)
         lease.ended = kind != CHANGE
 
-    def _end(self, place: _Place, lease: _Lease, at_ms: int, reason: str, holder: str = "") -> None:
+    def _end(self, place: _Place, lease: _Lease, at_ms: int, reason: Reason) -> None:
         """Add the end of a lease, unless it had failed, or its receiver made it a dead letter in time."""
-        if reason:
-            self._add(place, at_ms, "process ended", reason=reason)
+        if reason.text:
+            self._add(place, at_ms, "process ended", reason=reason.text)
         elif at_ms >= lease.due_ms and not lease.failed:
-            self._add(place, lease.due_ms, "lease ended", holder=holder, reason="not settled in time")
+            self._add(place, lease.due_ms, "lease ended", holder=reason.holder, reason="not settled in time")
 
 
 def _whole(value: Any) -> int:

@@ -25,10 +25,11 @@ from mqstore.broker.pop.orderinfo import OrderInfo
 from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.redelivery.dead_letters import DeadLetters
+from mqstore.broker.redelivery.reason import reason_of
 from mqstore.errors import ConfigError, ReadOnlyStoreError
 from mqstore.files.lock import refusal_to_reader
 from mqstore.layout.messageid import is_message_id
-from mqstore.layout.properties import DLQ_REASON, REAL_TOPIC
+from mqstore.layout.properties import REAL_TOPIC
 from mqstore.log.message import Message
 
 if TYPE_CHECKING:
@@ -74,15 +75,14 @@ class Status(NamedTuple):
     state: State
     until_ms: int | None = None
     holder: str = ""
-    note: str = ""
+    reason: str = ""
+    progress: str = ""
     before: int | None = None
     """Number of deliveries before the present or next one. None: the message has it."""
 
     def item(self, message: Message) -> Item:
-        retries = self.state == "retry"
-        before = message.reconsume_times + retries if self.before is None else self.before
-        note = {"reason" if retries else "progress": self.note}
-        return Item(message, self.state, before + 1, self.until_ms, self.holder, **note)
+        before = message.reconsume_times + (self.state == "retry") if self.before is None else self.before
+        return Item(message, self.state, before + 1, *self[1:-1])
 
 
 _READY: Final = Status("ready")
@@ -107,20 +107,14 @@ def status_of(state: QueueState, order: OrderInfo | None, offset: int, now_ms: i
     else:
         batch, until_ms, before = state.fifo, order.visible_at(offset), order.attempt(offset) - 1
         free = order.is_visible(offset, now_ms)
-        ended = batch is not None and batch.outcome(offset) is not None
-        if (free or ended) and offset not in order.among(order.released):
+        if (free or state.reason(batch, offset)) and offset not in order.among(order.released):
             before += 1
         if free:
             return Status("ready", before=before)
-    failed = None if batch is None else batch.outcome(offset)
-    if failed is False:
-        return Status("delayed", until_ms, before=before)
-    if failed:
-        blocked = order.suspended.get(offset) if order is not None else None
-        error = blocked.error if blocked is not None else state.notes.get(offset, "")
-        return Status("retry", until_ms, "", error, before)
+    if reason := state.reason(batch, offset):
+        return Status("retry" if reason.counts else "delayed", until_ms, "", reason.text, before=before)
     holder = owner if batch is not None and batch.local else state.holders.get(offset, "")
-    return Status("leased", until_ms, holder, state.notes.get(offset, ""), before)
+    return Status("leased", until_ms, holder, "", state.progress.get(offset, ""), before)
 
 
 def check_state(state: object) -> None:
@@ -340,4 +334,4 @@ def _delayed(message: Message, topic: str, due_ms: int) -> Item:
 
 
 def _dead(letter: Message) -> Item:
-    return Item(letter, "dead", letter.reconsume_times, reason=letter._stored_property(DLQ_REASON) or "")
+    return Item(letter, "dead", letter.reconsume_times, reason=reason_of(letter))

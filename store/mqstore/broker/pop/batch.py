@@ -94,8 +94,6 @@ class Batch(BatchFields):
     """Offset -> (pop time, invisible ms) of deliveries whose time was changed."""
     local: bool
     """True if the receiver is in this process and ends with it."""
-    failed: dict[int, bool] | None
-    """Outcomes of deliveries that no receiver holds, and that wait to be redelivered (`outcome`)."""
 
     def __init__(self, name: int, offsets: Sequence[int], pop_time_ms: int, invisible_ms: int, local: bool) -> None:
         """Take `offsets` in ascending order."""
@@ -109,29 +107,12 @@ class Batch(BatchFields):
         self.left = (1 << count) - 1
         self.moved = None
         self.local = local
-        self.failed = None
 
     def times(self, offset: int) -> tuple[int, int]:
         """Return (pop time, invisible ms) of one delivery."""
         if self.moved is not None and offset in self.moved:
             return self.moved[offset]
         return self.pop_time_ms, self.invisible_ms
-
-    def holds(self, offset: int) -> bool:
-        """Return True if a receiver in this process holds that delivery."""
-        return self.local and self.outcome(offset) is None
-
-    def outcome(self, offset: int) -> bool | None:
-        """Return True if that delivery has failed, False if it was given back, so that its attempt does not count.
-        None: a receiver holds it."""
-        return None if self.failed is None else self.failed.get(offset)
-
-    def note_outcome(self, offset: int, failed: bool | None) -> None:
-        """Set what `outcome` returns. None: the delivery is held again."""
-        if failed is not None:
-            self.failed = {**(self.failed or {}), offset: failed}
-        elif self.failed is not None:
-            self.failed.pop(offset, None)
 
     def visible_at(self, offset: int) -> int:
         pop_time_ms, invisible_ms = self.times(offset)

@@ -14,7 +14,8 @@ from typing import Any, Final, NamedTuple
 
 from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC
 from mqstore.broker.pop.batch import pop_body, settled_body
-from mqstore.broker.pop.orderinfo import ERROR_CHARS, OrderInfo
+from mqstore.broker.pop.orderinfo import OrderInfo
+from mqstore.broker.redelivery.reason import Reason
 from mqstore.errors import FormatError, MQStoreError
 from mqstore.files.jsonfile import load_json
 from mqstore.files.segment import place_in_file
@@ -39,10 +40,6 @@ RESET: Final = "rst"
 SKIP: Final = "skp"
 KINDS = (POP, ACK, CHANGE, REVIVE, GIVE, RESET, SKIP)
 
-_FAILED: Final = ',"n":1'
-"""Member of a change after a failure: no receiver holds the delivery, which waits to be redelivered."""
-_GIVEN: Final = f'{_FAILED},"g":1'
-"""Members of such a change without a failure: the attempt does not count."""
 _CHUNK = 8_192
 """Number of records that a replay reads at once."""
 LOOK_BACK: Final = 16_384
@@ -59,8 +56,6 @@ class Record(NamedTuple):
     value: dict[str, Any]
 
 
-REOPENED: Final = "the store was reopened"
-"""Reason of a redelivery whose receiver had ended with its process."""
 LOCAL: Final = ',"l":1'
 """Text for `more`: the receiver is in this process and ends with it."""
 ACKED: Final = ',"cm":1'
@@ -78,11 +73,6 @@ def order_members(record: OrderInfo) -> str:
         "rel": record.released or None,
     }
     return "," + _ENCODE({name: value for name, value in members.items() if value is not None})[1:-1]
-
-
-def _because(reason: str, holder: str) -> str:
-    """Return the members that say why a delivery ended, and which client of a server had it."""
-    return "".join(f',"{name}":{_ENCODE(text[:ERROR_CHARS])}' for name, text in (("e", reason), ("h", holder)) if text)
 
 
 class PopLog:
@@ -105,15 +95,13 @@ class PopLog:
         """Append the record of a batch (`pop_body`)."""
         return self._put[POP](pop_body(head, offsets, pop_time_ms, invisible_ms, cursor, more), "append")[1]
 
-    def put_settled(self, kind: str, batch: int, offsets: Iterable[int], reason: str = "", holder: str = "") -> int:
+    def put_settled(self, kind: str, batch: int, offsets: Iterable[int], reason: Reason | None = None) -> int:
         """Append `ACK`, `REVIVE` or `GIVE` for some offsets of one batch (`settled_body`)."""
-        return self._put[kind](settled_body(batch, offsets, _because(reason, holder)), "append")[1]
+        return self._put[kind](settled_body(batch, offsets, reason.members() if reason else ""), "append")[1]
 
-    def put_change(
-        self, batch: int, offset: int, times: tuple[int, int], failed: bool | None, error: str, holder: str
-    ) -> int:
-        """Append a new (pop time, invisible ms) of one message. `failed` is its `Batch.outcome`, because of `error`."""
-        more = ("" if failed is None else _FAILED if failed else _GIVEN) + _because(error, holder)
+    def put_change(self, batch: int, offset: int, times: tuple[int, int], reason: Reason | None) -> int:
+        """Append a new (pop time, invisible ms) of one message, and why no receiver holds it (`QueueState.reason`)."""
+        more = ',"n":1' + reason.members() if reason else ""
         body = f'{{"k":{batch},"o":{offset},"pt":{times[0]},"it":{times[1]}{more}}}'
         return self._put[CHANGE](body.encode(), "append")[1]
 

@@ -25,7 +25,7 @@ from mqstore.broker.pop.orderinfo import BATCH_MAX, OrderInfo
 from mqstore.broker.pop.request import Delivery, PopRequest
 from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
-from mqstore.broker.redelivery.attempt_journal import PROCESS_ENDED
+from mqstore.broker.redelivery.reason import GIVEN_BACK, Reason
 from mqstore.errors import InvalidMessageError, InvalidReceiptError
 from mqstore.log.message import Message, stored_bytes
 from mqstore.logger import log as _log
@@ -75,7 +75,7 @@ class OrderedQueues:
             if done:
                 record = record.acknowledged(done)
             if left:
-                record = record.given_back(left, now_ms)
+                record = record.moved(left, now_ms, GIVEN_BACK)
             self._name(state, record, state.cursor, local=request.local, before=cursor)
         except BaseException:  # without its record the batch was not popped, so its messages must be read again
             state.cursor = cursor
@@ -84,8 +84,8 @@ class OrderedQueues:
         # Back to the first message, because redelivery reads the queue again from here.
         state.cursor = offsets[0]
         tables.put_order(state, record)
-        for message in messages if state.notes else ():
-            state.notes.pop(message.offset, None)  # of an earlier delivery
+        for message in messages if state.progress else ():
+            state.progress.pop(message.offset, None)  # of an earlier delivery
         state.pops += 1
         state.popped += len(messages)
         state.popped_bytes += stored_bytes(messages)
@@ -138,7 +138,7 @@ class OrderedQueues:
         if offsets and record is not None and state.fifo is not None:
             self._log.put_settled(kind, state.fifo.name, offsets)
             if kind == GIVE:
-                self._orders.put(state.key, record.given_back(offsets, self._tables.clock.now_ms()))
+                self._orders.put(state.key, record.moved(offsets, self._tables.clock.now_ms(), GIVEN_BACK))
             else:
                 self._note_settled(state, record, offsets)
                 state.acked += len(set(offsets))  # one may be named twice
@@ -146,18 +146,11 @@ class OrderedQueues:
         return late
 
     def change(
-        self,
-        state: QueueState,
-        claim: Claim,
-        invisible_ms: int,
-        *,
-        renew: bool = False,
-        failed: bool | None = None,
-        error: str = "",
+        self, state: QueueState, claim: Claim, invisible_ms: int, *, renew: bool = False, reason: Reason | None = None
     ) -> str:
         """Make a delivery visible in `invisible_ms` from now. Return its new receipt.
-        The pop time stays, so the old receipt stays valid. The new one differs only in its invisible time. `failed` is
-        its outcome (`Batch.outcome`), because of `error`."""
+        The pop time stays, so the old receipt stays valid. The new one differs only in its invisible time. `reason`
+        says why its receiver does not hold it any more. After a failure the queue is suspended."""
         del renew
         if claim.offset < state.cursor:
             return claim.text  # settled before
@@ -165,14 +158,14 @@ class OrderedQueues:
         if claim.offset not in record.unacked():
             return claim.text
         assert state.fifo is not None
-        visible_ms = self._tables.clock.now_ms() + invisible_ms
+        now_ms = self._tables.clock.now_ms()
+        visible_ms = now_ms + invisible_ms
         # Negative if the clock was set back, so that the pop time is ahead of it.
         invisible_ms = visible_ms - record.pop_time_ms
-        holder = state.holder(state.fifo, claim.offset) if failed else ""
-        times = record.pop_time_ms, invisible_ms
-        self._tables.log_change(state, state.fifo, claim.offset, times, failed, error, holder)
-        change = record.given_back if failed is False else record.moved
-        self._orders.put(state.key, change([claim.offset], visible_ms))
+        self._tables.log_change(state, state.fifo, claim.offset, (record.pop_time_ms, invisible_ms), reason)
+        if reason is not None and reason.counts:
+            record = record.failed(claim.offset, record.attempt(claim.offset), now_ms, reason.text)
+        self._orders.put(state.key, record.moved([claim.offset], visible_ms, reason))
         self._tables.announce(state, visible_ms)
         start, shown_ms = record.offsets[0], max(0, invisible_ms)
         head = receipt_head(start, record.pop_time_ms, shown_ms, claim.mark, claim.queue_id, fifo=True)
@@ -181,13 +174,6 @@ class OrderedQueues:
     def attempt(self, state: QueueState, claim: Claim) -> int:
         """Return the number of this delivery of its message, from 1. Raises ReceiptExpiredError if late."""
         return 1 if claim.offset < state.cursor else self._need(state, claim).attempt(claim.offset)
-
-    def note_failed(self, state: QueueState, claim: Claim, attempt: int, error: str) -> None:
-        """Record for operators why a delivery failed: the queue is suspended."""
-        record = self._orders.get(state.key)
-        if record is not None and claim.offset in record.unacked():
-            now_ms = self._tables.clock.now_ms()
-            self._orders.put(state.key, record.failed(claim.offset, attempt, now_ms, error))
 
     def dead_letter(self, state: QueueState, claim: Claim, reason: str) -> None:
         """Dead-letter the message, then settle it."""
@@ -230,11 +216,8 @@ class OrderedQueues:
             if attempt < limit or offset in given_back or not record.is_visible(offset, now_ms):
                 continue
             try:
-                reason = f"attempt {attempt} of {limit} ended without acknowledgement"
-                ended = self._tables.ended_process(state.key, offset)
-                record = self._dead_letter(state, record, offset, PROCESS_ENDED if ended else reason)
-                if ended:
-                    self._tables.comes_again(state.key, offset, None)
+                reason = self._tables.last_reason(state.key, offset, attempt, limit)
+                record = self._dead_letter(state, record, offset, reason)
             except InvalidMessageError as error:
                 # A later try would fail, too, because the record has the greatest possible length. So it stays in its
                 # queue and is delivered again and again.
@@ -277,22 +260,22 @@ class OrderedQueues:
         old = state.fifo
         self._name(state, record, record.offsets[-1] + 1, local=old is not None and old.local)
         assert state.fifo is not None
-        for offset, failed in sorted(((old.failed if old is not None else None) or {}).items()):
-            times = record.pop_time_ms, record.visible_at(offset) - record.pop_time_ms
-            error = record.suspended[offset].error if offset in record.suspended else ""
-            self._tables.log_change(state, state.fifo, offset, times, failed, error)
+        for offset in record.offsets:
+            if (reason := state.reason(old, offset)) is not None:
+                times = record.pop_time_ms, record.visible_at(offset) - record.pop_time_ms
+                self._tables.log_change(state, state.fifo, offset, times, reason)
         self._tables.put_order(state, record)
 
 
 def _overdue(last: OrderInfo, state: QueueState, cursor: int) -> list[int]:
     """Return the messages of the last batch from `cursor` on whose lease ran out. After an opening they are visible
     earlier."""
-    failed = (state.fifo.failed if state.fifo is not None else None) or ()
     end_ms, given = last.pop_time_ms + (last.invisible_ms or 0), last.among(last.released)
     return [
         each
         for each in last.unacked(cursor)
-        if last.pop_time_ms and each not in failed and each not in given and last.visible_at(each) >= end_ms
+        if last.pop_time_ms and each not in given and last.visible_at(each) >= end_ms
+        if state.reason(state.fifo, each) is None
     ]
 
 

@@ -33,13 +33,13 @@ from typing import Any, Final, NamedTuple
 
 from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.batch import Batch, is_visible
+from mqstore.broker.redelivery.reason import REASON_CHARS, Reason
 from mqstore.broker.tables.configfile import NOTHING, member, object_member
 from mqstore.signalsafe import Lock
 
 BATCH_MAX: Final = 63
 """Maximum number of offsets in one record (delivery#order-info).
 Java's shift of the bitmap wraps at 64, and bit 63 is its sign."""
-ERROR_CHARS: Final = 300
 _I32_MAX, _I64_MAX = 2**31 - 1, 2**63 - 1
 
 
@@ -172,21 +172,19 @@ class OrderInfo(NamedTuple):
         suspended = {offset: each for offset, each in self.suspended.items() if offset not in offsets}
         return self._replace(acked=self.acked | self._bits(offsets), suspended=suspended)
 
-    def moved(self, offsets: Iterable[int], visible_ms: int) -> OrderInfo:
-        """Return the record with these messages visible at another time."""
-        return self._replace(visible_ms={**(self.visible_ms or {}), **dict.fromkeys(offsets, visible_ms)})
-
-    def given_back(self, offsets: Iterable[int], visible_ms: int) -> OrderInfo:
-        """Return the record with these messages released unseen (delivery#pop-log).
-        They are visible at that time, and their next delivery has the same attempt number."""
-        return self.moved(offsets, visible_ms)._replace(released=self.released | self._bits(offsets))
+    def moved(self, offsets: Iterable[int], visible_ms: int, reason: Reason | None = None) -> OrderInfo:
+        """Return the record with these messages visible at another time. `reason` says why no receiver holds them.
+        The next delivery of those that were given back has the same attempt number (delivery#pop-log)."""
+        given_back = 0 if reason is None or reason.counts else self._bits(offsets)
+        visible = {**(self.visible_ms or {}), **dict.fromkeys(offsets, visible_ms)}
+        return self._replace(visible_ms=visible, released=self.released | given_back)
 
     def failed(self, offset: int, attempt: int, now_ms: int, error: str) -> OrderInfo:
         """Return the record with a failed attempt, for operators."""
         before = self.suspended.get(offset)
         since_ms = now_ms if before is None else before.since_ms
         return self._replace(
-            suspended={**self.suspended, offset: BlockedQueue(offset, attempt, since_ms, error[:ERROR_CHARS])}
+            suspended={**self.suspended, offset: BlockedQueue(offset, attempt, since_ms, error[:REASON_CHARS])}
         )
 
     def before(self, end: int) -> OrderInfo:

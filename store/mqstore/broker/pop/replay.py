@@ -27,12 +27,13 @@ from typing import Any
 from mqstore.broker.names import POP_LOG_KEY, RETRY_PREFIX, QueueKey, is_retry_topic
 from mqstore.broker.pop.batch import SAME_MOMENT_MS, Batch
 from mqstore.broker.pop.java import JavaTakeover
-from mqstore.broker.pop.log import CHANGE, GIVE, LOOK_BACK, POP, REOPENED, RESET, REVIVE, SKIP, Record
+from mqstore.broker.pop.log import CHANGE, GIVE, LOOK_BACK, POP, RESET, REVIVE, SKIP, Record
 from mqstore.broker.pop.ordered import OrderedQueues
 from mqstore.broker.pop.orderinfo import OrderInfo
 from mqstore.broker.pop.state import MAX_BATCH, QueueState
 from mqstore.broker.pop.tables import PopTables
-from mqstore.broker.redelivery.attempt_journal import PROCESS_ENDED, Address, AttemptJournal
+from mqstore.broker.redelivery.attempt_journal import Address, AttemptJournal
+from mqstore.broker.redelivery.reason import GIVEN_BACK, PROCESS_ENDED, REOPENED, Reason
 from mqstore.errors import MQStoreError
 from mqstore.logger import log as _log
 
@@ -221,7 +222,7 @@ class Replay:
         bits = (1 << len(offsets)) - 1
         acked = value.get("cm", 0)
         suspended = {}
-        if there is not None:  # the log has no reasons for failures
+        if there is not None:  # the log does not say since when they have failed
             suspended = {offset: there.suspended[offset] for offset in offsets if offset in there.suspended}
             if (there.pop_time_ms, there.offsets) == (batch.pop_time_ms, tuple(offsets)):
                 acked |= there.acked  # a Java broker continued our batch
@@ -242,13 +243,11 @@ class Replay:
     def _event(self, state: QueueState, batch: Batch, kind: str, value: dict[str, Any]) -> None:
         """Apply a settlement or a change to messages of a batch without order."""
         if kind == CHANGE:
-            offset, pop_time_ms, invisible_ms = _change_of(value)
+            offset, pop_time_ms, invisible_ms, reason = _change_of(value)
             state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
-            batch.note_outcome(offset, _outcome(value))
             if state.in_flight.get(offset) is batch:
+                state.note_reason(batch, offset, reason)
                 state.change(batch, offset, pop_time_ms, invisible_ms)
-                if _outcome(value) is not None:
-                    state.note(offset, str(value.get("e", "")))
         elif kind == GIVE:
             state.release(batch, value["o"])
         else:
@@ -259,18 +258,17 @@ class Replay:
     def _event_in_order(self, state: QueueState, batch: Batch, kind: str, value: dict[str, Any]) -> None:
         """Apply a settlement or a change to messages of the queue's last batch."""
         if kind == CHANGE:
-            offset, pop_time_ms, invisible_ms = _change_of(value)
+            offset, pop_time_ms, invisible_ms, reason = _change_of(value)
             state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
-            batch.note_outcome(offset, _outcome(value))
+            state.note_reason(batch, offset, reason)
         record = self._orders.get(state.key)
         if record is None or record.pop_time_ms != batch.pop_time_ms:
             return  # the entry is of another batch
         if kind == CHANGE:
-            change = record.given_back if _outcome(value) is False else record.moved
-            record = change([offset], pop_time_ms + invisible_ms)
+            record = record.moved([offset], pop_time_ms + invisible_ms, reason)
         elif kind == GIVE:
             at_ms = min(batch.pop_time_ms, self._tables.clock.now_ms())  # a pop time may be ahead of the clock
-            record = record.given_back(value["o"], at_ms)
+            record = record.moved(value["o"], at_ms, GIVEN_BACK)
         else:
             record = record.acknowledged(value["o"])
             state.cursor = max(state.cursor, record.next_offset())
@@ -345,13 +343,13 @@ class Replay:
             self._release_fetched(state, begun, now_ms)
         for batch in dict.fromkeys(state.in_flight.values()):
             if batch.local:
-                later = {offset: batch.times(offset) for offset in batch.failed or ()}
-                batch.moved = later or None
+                moved = (batch.moved or {}).items()
+                batch.moved = {each: times for each, times in moved if state.reason(batch, each)} or None
                 batch.invisible_ms = min(0, now_ms - batch.pop_time_ms)
                 state.timeline.add(batch.pop_time_ms + batch.invisible_ms, batch)
         record = self._orders.get(state.key)
         if record is not None and state.fifo is not None and state.fifo.local:
-            held = [o for o in record.unacked() if state.fifo.holds(o) and record.visible_at(o) > now_ms]
+            held = [o for o in record.unacked() if state.holds(state.fifo, o) and record.visible_at(o) > now_ms]
             self._orders.put(state.key, record.moved(held, now_ms))
 
     def _release_fetched(self, state: QueueState, begun: AttemptJournal, now_ms: int) -> None:
@@ -359,27 +357,26 @@ class Replay:
         Then later openings do not need the attempt journal. A push consumer renews its deliveries, so their time had
         not run out when the process ended, however late it is now."""
         for batch in dict.fromkeys(state.in_flight.values()):
-            held = [o for o in batch.open_offsets() if state.in_flight.get(o) is batch and batch.holds(o)]
+            held = [o for o in batch.open_offsets() if state.in_flight.get(o) is batch and state.holds(batch, o)]
             fetched, ended = _parted(state.key, held, begun)
-            past_ms = min(0, now_ms - batch.pop_time_ms)
+            times = batch.pop_time_ms, min(0, now_ms - batch.pop_time_ms)
             if fetched:
                 self._tables.log_settled(state, GIVE, batch, fetched, REOPENED)
                 state.release(batch, fetched)
             for offset in ended:
-                times = batch.pop_time_ms, past_ms
-                self._tables.log_change(state, batch, offset, times, True, PROCESS_ENDED)
+                self._tables.log_change(state, batch, offset, times, PROCESS_ENDED)
                 state.change(batch, offset, *times)
         record = self._tables.order(state)
         if record is None or state.fifo is None:
             return
-        held = [o for o in record.unacked(state.cursor) if state.fifo.holds(o)]
+        held = [o for o in record.unacked(state.cursor) if state.holds(state.fifo, o)]
         fetched, ended = _parted(state.key, held, begun)
         if fetched:
             self._tables.log.put_settled(GIVE, state.fifo.name, fetched, REOPENED)
-            record = record.given_back(fetched, now_ms)
+            record = record.moved(fetched, now_ms, GIVEN_BACK)
         for offset in ended:
             times = record.pop_time_ms, now_ms - record.pop_time_ms
-            self._tables.log_change(state, state.fifo, offset, times, True, PROCESS_ENDED)
+            self._tables.log_change(state, state.fifo, offset, times, PROCESS_ENDED)
         if held:
             self._orders.put(state.key, record.moved(ended, now_ms))
 
@@ -440,14 +437,9 @@ def _parted(key: QueueKey, held: list[int], begun: AttemptJournal) -> tuple[list
     return [offset for offset in held if offset not in ended], ended
 
 
-def _outcome(value: dict[str, Any]) -> bool | None:
-    """Return the outcome of a delivery after a change of its visible time (`Batch.outcome`)."""
-    return value.get("g") != 1 if value.get("n") == 1 else None
-
-
-def _change_of(value: dict[str, Any]) -> tuple[int, int, int]:
-    """Return (offset, pop time, invisible ms) of a change. The last one is negative if the clock was set back.
-    Raises ValueError unless all are numbers of 64 bits."""
+def _change_of(value: dict[str, Any]) -> tuple[int, int, int, Reason | None]:
+    """Return (offset, pop time, invisible ms, reason why no receiver holds the delivery) of a change.
+    The invisible time is negative if the clock was set back. Raises ValueError unless all are numbers of 64 bits."""
     offset, pop_time_ms, invisible_ms = value["o"], value["pt"], value["it"]
     if (
         not _are_numbers([offset, pop_time_ms])
@@ -455,7 +447,7 @@ def _change_of(value: dict[str, Any]) -> tuple[int, int, int]:
         or not _are_numbers([abs(invisible_ms)])
     ):
         raise ValueError("the change of a visible time has a wrong number")
-    return offset, pop_time_ms, invisible_ms
+    return offset, pop_time_ms, invisible_ms, Reason.of(value) if value.get("n") == 1 else None
 
 
 def _are_numbers(values: Sequence[Any]) -> bool:

@@ -37,7 +37,7 @@ from mqstore.broker.pop.batch import SAME_MOMENT_MS, Claim, claim_of, expired
 from mqstore.broker.pop.compaction import PopKeeper
 from mqstore.broker.pop.log import ACK, GIVE
 from mqstore.broker.pop.ordered import OrderedQueues
-from mqstore.broker.pop.orderinfo import ERROR_CHARS, check_order_info
+from mqstore.broker.pop.orderinfo import check_order_info
 from mqstore.broker.pop.replay import Replay, count_begun
 from mqstore.broker.pop.request import MAX_INVISIBLE_MS, MIN_INVISIBLE_MS, Delivery, Pending, PopRequest
 from mqstore.broker.pop.routes import Routes
@@ -46,6 +46,7 @@ from mqstore.broker.pop.tables import DeadLetter, PopTables
 from mqstore.broker.pop.unordered import UnorderedQueues
 from mqstore.broker.reading import Reads
 from mqstore.broker.redelivery.attempt_journal import AttemptJournal
+from mqstore.broker.redelivery.reason import GIVEN_BACK, REASON_CHARS, Reason
 from mqstore.broker.service import BackgroundService, Pin, Wake
 from mqstore.broker.tables.configfile import ConfigFile
 from mqstore.broker.waiting import Callback, Waiter, Waiters, Wanted
@@ -278,7 +279,7 @@ class PopService(BackgroundService):
                 for text in texts:
                     try:
                         with self._held(group, topic, text) as (queues, state, claim):
-                            queues.change(state, claim, delay_ms, failed=False)
+                            queues.change(state, claim, delay_ms, reason=GIVEN_BACK)
                     except ReceiptExpiredError:
                         late.append(text)
         if late:
@@ -303,7 +304,7 @@ class PopService(BackgroundService):
             with self._held(group, topic, receipt) as (queues, state, claim):
                 changed = queues.change(state, claim, invisible_ms, renew=renew)
                 if progress is not None:
-                    state.note(claim.offset, progress[:ERROR_CHARS])
+                    state.note_progress(claim.offset, progress[:REASON_CHARS])
                 return changed
 
     def nack(
@@ -329,13 +330,13 @@ class PopService(BackgroundService):
                 if config is None:  # deleted just now, and its deliveries with it
                     raise expired([receipt])
                 if config.max_attempts is not None and attempt >= config.max_attempts:
-                    reason = f"attempt {attempt} of {config.max_attempts} failed" + f": {error}" * bool(error)
-                    queues.dead_letter(state, claim, reason)
+                    last = f"attempt {attempt} of {config.max_attempts} failed" + f": {error}" * bool(error)
+                    queues.dead_letter(state, claim, last)
                     return None
                 delay_ms = min(config.delay_ms(attempt), MAX_INVISIBLE_MS) if delay_ms is None else delay_ms
-                changed = queues.change(state, claim, delay_ms, failed=True, error=error)
+                reason = Reason(error[:REASON_CHARS], state.holder(claim.offset))
+                changed = queues.change(state, claim, delay_ms, reason=reason)
                 if claim.fifo:
-                    self._ordered.note_failed(state, claim, attempt, error)
                     self._save_soon()
                 return changed
 

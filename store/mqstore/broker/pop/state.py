@@ -16,15 +16,15 @@ C structure where there are compiled parts (`PopTables`).
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import islice, repeat, takewhile
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mqstore.broker.names import QueueKey, is_retry_topic
 from mqstore.broker.pop.batch import Batch, Timeline
 from mqstore.broker.pop.orderinfo import OrderInfo
+from mqstore.broker.redelivery.reason import EXPIRED, GIVEN_BACK, Reason
 from mqstore.log.message import Message
 from mqstore.log.reading.tagfilter import UnitFilter
 from mqstore.native import kernel
@@ -35,8 +35,8 @@ MAX_BATCH = 32
 NEVER_MS = 2**63 - 1
 """Time of a queue that the housekeeper need not check."""
 _COMPACT_FROM = 1_024
-_NOTES_KEPT = 65_536
-"""Number of deliveries in flight whose notes are kept."""
+_TEXTS_KEPT = 65_536
+"""Number of deliveries in flight whose progress or reason is kept as a text."""
 _REVIVED_KEPT = 65_536
 """Number of redelivered offsets to remember.
 They distinguish a late acknowledgement from a repeated one."""
@@ -82,8 +82,8 @@ class QueueState(QueueFields):
     """State of one (group, topic, queue). Its fields are read and written under `lock`."""
 
     __slots__ = (
-        *("_free", "ahead_size", "backoff_ms", "expiry", "holders", "is_retry", "logged", "notes", "revived"),
-        "skipped",
+        *("_free", "ahead_size", "backoff_ms", "expiry", "holders", "is_retry", "logged", "progress", "reasons"),
+        *("revived", "skipped"),
     )
 
     key: QueueKey
@@ -143,9 +143,11 @@ class QueueState(QueueFields):
         self._free: list[int] = []
         """Heap of the offsets in `released`, and of some that have left it."""
         self.revived: dict[int, None] = {}
-        self.notes: dict[int, str] = {}
-        """By offset: the error of a failed delivery in flight, or the progress that its holder has set. Compiled code
-        does not remove the notes of settled ones."""
+        self.reasons: dict[int, tuple[Batch, Reason]] = {}
+        """Deliveries in flight that no receiver holds, by offset (`reason`). Like those in the next two dictionaries,
+        some may have been settled."""
+        self.progress: dict[int, str] = {}
+        """Progress that the holders of deliveries have set, by offset."""
         self.holders: dict[int, str] = {}
         """Receivers that are in another process, by offset."""
         self.skipped: dict[int, int] = {}
@@ -220,7 +222,8 @@ class QueueState(QueueFields):
         for offset in offsets:
             if self.in_flight.get(offset) is batch:
                 del self.in_flight[offset]
-                self.notes.pop(offset, None)
+                self.progress.pop(offset, None)
+                self.reasons.pop(offset, None)
                 self.released[offset] = batch
                 heappush(self._free, offset)
         if len(self._free) > _COMPACT_FROM + 2 * len(self.released):
@@ -244,7 +247,8 @@ class QueueState(QueueFields):
         self.released.clear()
         self._free.clear()
         self.revived.clear()
-        self.notes.clear()
+        self.progress.clear()
+        self.reasons.clear()
         self.holders.clear()
         self.timeline = Timeline()
         self._batches = 0
@@ -280,33 +284,56 @@ class QueueState(QueueFields):
         if len(self.revived) > 2 * _REVIVED_KEPT:
             self.revived = dict.fromkeys(islice(self.revived, _REVIVED_KEPT, None))
 
-    def note(self, offset: int, text: str) -> None:
-        """Note the error of a failed delivery, or the progress of one that is held."""
-        self.notes[offset] = text if len(self.notes) < _NOTES_KEPT else ""
-        self._drop_settled(self.notes)
+    def note_progress(self, offset: int, text: str) -> None:
+        """Note the progress of a delivery that is held."""
+        self.progress[offset] = text if len(self.progress) < _TEXTS_KEPT else ""
+        self._drop_settled(self.progress)
+
+    def note_reason(self, batch: Batch, offset: int, reason: Reason | None) -> None:
+        """Set what `reason` returns. None: the delivery is held again."""
+        if reason is None:
+            self.reasons.pop(offset, None)
+            return
+        if len(self.reasons) >= _TEXTS_KEPT:
+            reason = EXPIRED if reason.counts else GIVEN_BACK  # one object for all, without a text
+        self.reasons[offset] = batch, reason
+        self._drop_settled(self.reasons)
+
+    def reason(self, batch: Batch | None, offset: int) -> Reason | None:
+        """Return the reason why no receiver holds a delivery, which waits to be redelivered. None: it is held."""
+        found = self.reasons.get(offset)
+        return found[1] if found is not None and found[0] is batch else None
+
+    def is_given_back(self, batch: Batch, offset: int) -> bool:
+        reason = self.reason(batch, offset)
+        return reason is not None and not reason.counts
+
+    def holds(self, batch: Batch, offset: int) -> bool:
+        """Return True if a receiver in this process holds that delivery."""
+        return batch.local and self.reason(batch, offset) is None
 
     def note_holder(self, offsets: Iterable[int], holder: str) -> None:
         """Note the receiver of deliveries."""
         self.holders.update(dict.fromkeys(offsets, holder))
         self._drop_settled(self.holders)
 
-    def holder(self, batch: Batch, offset: int) -> str:
-        """Return the receiver of a delivery, if it is in another process and known."""
-        return "" if batch.local else self.holders.get(offset, "")
+    def holder(self, offset: int) -> str:
+        """Return the receiver of a delivery in flight, if it is in another process and known."""
+        batch = self.in_flight.get(offset, self.fifo)
+        return "" if batch is None or batch.local else self.holders.get(offset, "")
 
-    def _drop_settled(self, notes: dict[int, str]) -> None:
+    def _drop_settled(self, notes: dict[int, Any]) -> None:
         if len(notes) > _COMPACT_FROM + 2 * len(self.in_flight):
             for offset in notes.keys() - self.in_flight.keys():
-                del notes[offset]
+                if offset < self.cursor:  # in order, the messages of the last batch are not before it
+                    del notes[offset]
 
     def count_failed(self, order: OrderInfo | None, now_ms: int) -> tuple[int, int]:
         """Return (failed deliveries that wait for their next attempt, deliveries that were given back for later)."""
-        if order is not None:
-            found = [(offset, self.fifo) for offset in order.held(self.cursor, now_ms)]
-        else:
-            found = [(offset, self.in_flight.get(offset)) for offset in self.notes]
-        count = Counter(batch.outcome(offset) for offset, batch in found if batch is not None)
-        return count[True], count[False]
+        held: Mapping[int, Batch | None]
+        held = self.in_flight if order is None else dict.fromkeys(order.held(self.cursor, now_ms), self.fifo)
+        found = [reason.counts for offset, (batch, reason) in self.reasons.items() if held.get(offset) is batch]
+        return found.count(True), found.count(False)
 
     def _compact(self) -> None:
         # There may be nothing to drop, if all times of a batch were changed. So only some calls check all entries.
@@ -319,7 +346,7 @@ class QueueState(QueueFields):
             batch.left &= ~bits
             if not batch.left:
                 self._batches -= 1
-                batch.moved = batch.failed = None
+                batch.moved = None
 
     # -- measurements ------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from mqstore.broker.pop.request import Delivery
 from mqstore.broker.pop.state import Counts, QueueState, Standing
 from mqstore.broker.reading import Reads, Start
 from mqstore.broker.redelivery.attempt_journal import Address, AttemptJournal
+from mqstore.broker.redelivery.reason import PROCESS_ENDED, Reason
 from mqstore.broker.redelivery.retry import origin_topic
 from mqstore.broker.service import Wake
 from mqstore.broker.waiting import Waiter, Waiters
@@ -349,10 +350,16 @@ class PopTables(PopFields):
 
     def comes_again(self, key: QueueKey, offset: int, copy: SendReceipt | None) -> None:
         """Replace a suspect by its copy. `copy` None: it is a dead letter."""
-        if self.begun is not None:
+        if self.begun is not None and self.ended_process(key, offset):
             if copy is not None:
                 self.begun.suspects.add(key.group, [Address(*copy.queue, copy.offset)])
             self.begun.suspects.clear(key.group, [Address(key.topic, key.queue_id, offset)])
+
+    def last_reason(self, key: QueueKey, offset: int, attempt: int, limit: int) -> str:
+        """Return the reason of a dead letter whose last attempt nobody settled. It is not a suspect any more."""
+        ended = self.ended_process(key, offset)
+        self.comes_again(key, offset, None)
+        return PROCESS_ENDED.text if ended else f"attempt {attempt} of {limit} ended without acknowledgement"
 
     # -- FIFO records -----------------------------------------------------------------------------------------------
 
@@ -416,28 +423,20 @@ class PopTables(PopFields):
         return Batch(name, offsets, pop_time_ms, invisible_ms, local)
 
     def log_settled(
-        self, state: QueueState, kind: str, batch: Batch, offsets: Sequence[int], reason: str = "", holder: str = ""
+        self, state: QueueState, kind: str, batch: Batch, offsets: Sequence[int], reason: Reason | None = None
     ) -> None:
         """Append `ACK`, `REVIVE` or `GIVE` for some offsets of one batch of the queue, in short form if possible."""
         if kind != ACK or not batch.local or not self._noted(state, settled_body(batch.name, offsets)):
-            self.log.put_settled(kind, self._name_of(state, batch), offsets, reason, holder)
+            self.log.put_settled(kind, self._name_of(state, batch), offsets, reason)
         elif batch.name >= 0:
             state.acks.update(dict.fromkeys(offsets, batch.name))
 
     def log_change(
-        self,
-        state: QueueState,
-        batch: Batch,
-        offset: int,
-        times: tuple[int, int],
-        failed: bool | None,
-        error: str = "",
-        holder: str = "",
+        self, state: QueueState, batch: Batch, offset: int, times: tuple[int, int], reason: Reason | None
     ) -> None:
-        """Append a new (pop time, invisible ms) of one message, and set the outcome of its delivery.
-        `holder` is the receiver of a failed one, if it is known."""
-        self.log.put_change(self._name_of(state, batch), offset, times, failed, error, holder)
-        batch.note_outcome(offset, failed)
+        """Append a new (pop time, invisible ms) of one message. `reason` says why no receiver holds it any more."""
+        self.log.put_change(self._name_of(state, batch), offset, times, reason)
+        state.note_reason(batch, offset, reason)
 
     def _name_of(self, state: QueueState, batch: Batch) -> int:
         """Return the position of the batch in the pop log, to which it is appended if only the journal has it."""

@@ -22,11 +22,11 @@ from operator import attrgetter, itemgetter
 from mqstore.broker.filters.filter import Filter
 from mqstore.broker.names import QueueKey, pop_retry_topic
 from mqstore.broker.pop.batch import Batch, Claim, claim_of, expired, pop_time, receipt_head
-from mqstore.broker.pop.log import ACK, GIVE, REOPENED, REVIVE
+from mqstore.broker.pop.log import ACK, GIVE, REVIVE
 from mqstore.broker.pop.request import MAX_INVISIBLE_MS, MIN_INVISIBLE_MS, Delivery, PopRequest
 from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
-from mqstore.broker.redelivery.attempt_journal import PROCESS_ENDED
+from mqstore.broker.redelivery.reason import REOPENED, Reason
 from mqstore.errors import InvalidMessageError, InvalidReceiptError
 from mqstore.layout.properties import DELAY, FIRST_POP_TIME, NAME_END, PAIR_END, TIMER_DELIVER_MS, encode_properties
 from mqstore.log.message import Message, stored_bytes
@@ -228,26 +228,16 @@ class UnorderedQueues:
         return late
 
     def change(
-        self,
-        state: QueueState,
-        claim: Claim,
-        invisible_ms: int,
-        *,
-        renew: bool = False,
-        failed: bool | None = None,
-        error: str = "",
+        self, state: QueueState, claim: Claim, invisible_ms: int, *, renew: bool = False, reason: Reason | None = None
     ) -> str:
         """Make a delivery visible in `invisible_ms` from now. Return its new receipt.
-        `renew`: the old receipt stays valid. `failed` is its outcome (`Batch.outcome`), because of `error`."""
+        `renew`: the old receipt stays valid. `reason` says why its receiver does not hold it any more."""
         batch, now_ms = self._need(state, claim), self._tables.clock.now_ms()
         pop_time_ms = claim.pop_time_ms if renew else pop_time(now_ms, claim.pop_time_ms)
         # Negative if the clock was set back, so that the pop time is ahead of it.
         invisible_ms = now_ms + invisible_ms - pop_time_ms
-        holder = state.holder(batch, claim.offset) if failed else ""
-        self._tables.log_change(state, batch, claim.offset, (pop_time_ms, invisible_ms), failed, error, holder)
+        self._tables.log_change(state, batch, claim.offset, (pop_time_ms, invisible_ms), reason)
         state.change(batch, claim.offset, pop_time_ms, invisible_ms)
-        if failed is not None:
-            state.note(claim.offset, error)
         state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
         self._tables.announce(state, pop_time_ms + invisible_ms)
         if renew:
@@ -277,10 +267,10 @@ class UnorderedQueues:
             self._settle(state, ACK, batch, [offset])
 
     def _settle(
-        self, state: QueueState, kind: str, batch: Batch, offsets: Sequence[int], reason: str = "", holder: str = ""
+        self, state: QueueState, kind: str, batch: Batch, offsets: Sequence[int], reason: Reason | None = None
     ) -> None:
         # Logged before memory changes, so that a replay of the log always makes the same.
-        self._tables.log_settled(state, kind, batch, offsets, reason, holder)
+        self._tables.log_settled(state, kind, batch, offsets, reason)
         state.settle(batch, offsets)
         self._tables.commit(state)
 
@@ -339,18 +329,18 @@ class UnorderedQueues:
         sources: list[tuple[int, Batch]] = []
         done: dict[Batch, list[int]] = {}
         stay: dict[Batch, list[int]] = {}
-        if any(batch.failed for batch in batches):
+        if state.reasons:
             for offset, batch in due:
-                if batch.outcome(offset) is False:
+                if state.is_given_back(batch, offset):
                     stay.setdefault(batch, []).append(offset)
-            due = [(offset, batch) for offset, batch in due if batch.outcome(offset) is not False]
+            due = [(offset, batch) for offset, batch in due if not state.is_given_back(batch, offset)]
 
         def move(offset: int, message: Message | None, batch: Batch) -> None:
             ended = done if self._move(state, offset, message, batch) else stay
             ended.setdefault(batch, []).append(offset)
 
         if any(batch.invisible_ms > 0 for batch in batches):
-            late = [offset for offset, batch in due if batch.invisible_ms > 0 and offset not in (batch.failed or ())]
+            late = [offset for offset, batch in due if batch.invisible_ms > 0 and offset not in state.reasons]
             self._tables.note_expired(state.key, late)
         try:
             messages = self._tables.messages(state.key, [offset for offset, _ in due])
@@ -378,9 +368,8 @@ class UnorderedQueues:
                 at += count
         finally:  # settled after the copies are in the log: a crash between the two makes a second copy, and loses none
             for batch, offsets in done.items():
-                holder = state.holder(batch, offsets[0])  # of all of them
-                for reason, some in _by_reason(batch, offsets):
-                    self._settle(state, REVIVE, batch, some, reason, holder)
+                for reason, some in _by_reason(state, batch, offsets):
+                    self._settle(state, REVIVE, batch, some, reason)
                 state.note_revived(offsets)
             for batch, offsets in stay.items():
                 self._tables.log_settled(state, GIVE, batch, offsets)
@@ -393,7 +382,8 @@ class UnorderedQueues:
         acknowledged messages after it again."""
         for offset, batch in sorted((state.in_flight | state.released).items()):
             message, is_free = self._tables.message(state.key, offset), offset in state.released
-            visible_ms, unseen = 0 if is_free else batch.visible_at(offset), is_free or batch.outcome(offset) is False
+            visible_ms = 0 if is_free else batch.visible_at(offset)
+            unseen = is_free or state.is_given_back(batch, offset)
             if not self._move(state, offset, message, batch, visible_ms, unseen=unseen):
                 break  # the group reads from this message on
             self._settle(state, REVIVE, batch, [offset])
@@ -467,13 +457,9 @@ class UnorderedQueues:
             return True
         limit = None if unseen else tables.limit(key.group)
         attempts = message.reconsume_times + (not unseen)
-        ended = tables.ended_process(key, offset)
         try:
             if limit is not None and attempts >= limit:
-                reason = f"attempt {attempts} of {limit} ended without acknowledgement"
-                if ended:
-                    tables.comes_again(key, offset, None)
-                tables.file_dead_letter(key.group, message, PROCESS_ENDED if ended else reason)
+                tables.file_dead_letter(key.group, message, tables.last_reason(key, offset, attempts, limit))
                 return True
             (topic, queue_id), properties = self._retry_queue(state), _retry_properties(message, batch.pop_time_ms)
             if visible_ms > (now_ms := tables.clock.now_ms()):
@@ -481,8 +467,7 @@ class UnorderedQueues:
                 properties[TIMER_DELIVER_MS] = str(min(visible_ms, latest_ms))
             try:
                 copy = tables.parts.router.copy(message, topic, queue_id, properties, reconsume_times=attempts)
-                if ended:
-                    tables.comes_again(key, offset, copy)
+                tables.comes_again(key, offset, copy)
             except InvalidMessageError as error:
                 # A later try would fail, too, because the properties leave no room for those of a copy.
                 tables.file_dead_letter(key.group, message, f"cannot be retried: {error}")
@@ -494,33 +479,30 @@ class UnorderedQueues:
     def rewrite(self, state: QueueState, batch: Batch) -> None:
         """Append the open rest of an old batch at the log end, so that a replay may begin after its old record."""
         released = {offset for offset in batch.open_offsets() if state.released.get(offset) is batch}
-        alike: dict[tuple[int, int, bool, bool | None], list[int]] = {}
+        alike: dict[tuple[int, int, bool, Reason | None], list[int]] = {}
         for offset in batch.open_offsets():
-            ends = batch.holds(offset), batch.outcome(offset)
+            ends = state.holds(batch, offset), state.reason(batch, offset)
             alike.setdefault((*batch.times(offset), *ends), []).append(offset)
-        for (pop_time_ms, invisible_ms, local, failed), offsets in alike.items():
+        for (pop_time_ms, invisible_ms, local, reason), offsets in alike.items():
             new = self._tables.log_batch(state, offsets, pop_time_ms, invisible_ms, state.cursor, local=local)
             state.replace(new, offsets)
-            for offset in offsets if failed is not None else ():
-                times = pop_time_ms, invisible_ms
-                self._tables.log_change(state, new, offset, times, failed, state.notes.get(offset, ""))
+            for offset in offsets if reason is not None else ():
+                self._tables.log_change(state, new, offset, (pop_time_ms, invisible_ms), reason)
             if free := [offset for offset in offsets if offset in released]:
                 self._log.put_settled(GIVE, new.name, free)
                 state.release(new, free)
         self._tables.announce_first(state)
 
 
-def _by_reason(batch: Batch, offsets: list[int]) -> list[tuple[str, list[int]]]:
-    """Return (reason, offsets) of deliveries that end. The reason is empty if their own records have it, or if their
-    time has run out. Nothing else lets a delivery end before it began."""
-    changed = {*(batch.moved or ()), *(batch.failed or ())}
-    if batch.invisible_ms > 0 or not changed:
-        return [("" if batch.invisible_ms > 0 else REOPENED, offsets)]
-    parted = (
-        [offset for offset in offsets if offset in changed],
-        [offset for offset in offsets if offset not in changed],
-    )
-    return [(reason, some) for reason, some in zip(("", REOPENED), parted, strict=True) if some]
+def _by_reason(state: QueueState, batch: Batch, offsets: list[int]) -> list[tuple[Reason, list[int]]]:
+    """Return (reason, offsets) of deliveries that end. Its text is empty if their own records have it, or if their time
+    has run out. Nothing else lets a delivery end before it began."""
+    own, moved = Reason(holder=state.holder(offsets[0])), batch.moved or ()  # one holder of all of them
+    found: dict[Reason, list[int]] = {}
+    for offset in offsets:
+        known = batch.invisible_ms > 0 or offset in moved or offset in state.reasons
+        found.setdefault(own if known else REOPENED, []).append(offset)
+    return [*found.items()]
 
 
 def _retry_properties(message: Message, pop_time_ms: int) -> dict[str, str]:

@@ -51,9 +51,6 @@ from mqstore.signalsafe import Lock
 
 _SUSPECTS: Final = "suspects.json"
 
-PROCESS_ENDED: Final = "the process ended while it was handled"
-"""Reason of a failure if the handler was running when its process was killed."""
-
 _HEAD_BYTES: Final = 512
 _CELL_BYTES: Final = 8
 _BATCH_MAX: Final = 1_024

@@ -38,6 +38,7 @@ from mqstore.broker.names import (
     popped_topic,
     retry_topic,
 )
+from mqstore.broker.redelivery.reason import set_reason
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError
 from mqstore.layout.properties import (
     CRC_TAIL_BYTES,
@@ -60,10 +61,6 @@ from mqstore.log.message import Message
 from mqstore.log.writing.writer import RecordOptions, fields_of
 from mqstore.options import Durability, milliseconds
 
-DLQ_REASON_BYTES: Final = 1024
-"""Maximum length of `dlq_reason` in UTF-8 bytes (delivery#backoff)."""
-
-_RETRY_REASON_BYTES: Final = 300
 _ROOM: Final = MAX_PROPERTIES_BYTES - CRC_TAIL_BYTES
 _DISPENSABLE: Final = (
     DLQ_REASON,
@@ -76,7 +73,6 @@ _DISPENSABLE: Final = (
     DELAY,
 )
 """Properties that a dead letter may lose if the message's own fill the record, the least important first."""
-_CONTROLS: Final = dict.fromkeys((*range(32), *range(127, 160)), " ")
 _MAX_TIMES: Final = 0x7FFF_FFFF
 
 
@@ -128,8 +124,8 @@ class Retries:
         if delay_level == 0 and delay_ms is None:
             delay_ms = min(config.retry_policy._next_delay_ms(times - 1), self._max_delay_ms)
         self._delay(properties, delay_level, delay_ms)
-        if (text := _plain(reason or "", _RETRY_REASON_BYTES)) and _size(properties) < _ROOM // 2:
-            properties[RETRY_REASON] = text
+        if reason and _size(properties) < _ROOM // 2:
+            set_reason(properties, RETRY_REASON, reason)
         try:
             for each in (0, queue_id):  # retries that wait count in the first queue
                 parts.offsets.begin(QueueKey(group, topic, each))
@@ -163,8 +159,9 @@ class Retries:
         topic = dlq_topic(group)
         queue_id = self._queue_of(topic, 1)
         properties = self._marked(message, group, origin_topic)
-        came_from = origin_topic or properties[RETRY_TOPIC]
-        _label(properties, reason, origin_topic)
+        came_from = properties[DLQ_ORIGIN_TOPIC] = origin_topic or properties[RETRY_TOPIC]
+        properties[DLQ_ORIGIN_MESSAGE_ID] = properties[ORIGIN_MESSAGE_ID]
+        set_reason(properties, DLQ_REASON, reason)
         if origin_topic is not None:
             first = message._stored_property(FIRST_POP_TIME)
             properties[FIRST_POP_TIME] = first or str(self._parts.clock.now_ms())
@@ -255,21 +252,6 @@ def _why(delay_level: int, attempts: int, limit: int) -> str:
     if delay_level < 0:
         return "rejected by its consumer"
     return f"attempt {attempts} failed" + (f", {limit + 1} are allowed" if attempts > limit else ", no retry queues")
-
-
-def _label(properties: MutableMapping[str, str], reason: str, origin_topic: str | None) -> None:
-    """Add the properties of a dead letter: its origin and the reason."""
-    properties[DLQ_ORIGIN_TOPIC] = origin_topic or properties[RETRY_TOPIC]
-    if ORIGIN_MESSAGE_ID in properties:
-        properties[DLQ_ORIGIN_MESSAGE_ID] = properties[ORIGIN_MESSAGE_ID]
-    properties.pop(DLQ_REASON, None)
-    if plain := _plain(reason, DLQ_REASON_BYTES):
-        properties[DLQ_REASON] = plain
-
-
-def _plain(reason: str, size: int) -> str:
-    """Return the reason in `size` bytes, without separators and surrogates, which properties cannot contain."""
-    return reason.translate(_CONTROLS).encode("utf-8", "replace")[:size].decode("utf-8", "ignore").strip()
 
 
 def _size(properties: Mapping[str, str]) -> int:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from mqstore.broker.names import is_dlq_topic
-from mqstore.broker.redelivery.attempt_journal import PROCESS_ENDED
+from mqstore.broker.redelivery.reason import PROCESS_ENDED
 from mqstore.client.delivery import as_sent, shown
 from mqstore.client.interceptors import Settled
 from mqstore.client.push.assignment import Assignment
@@ -78,7 +78,7 @@ class ConcurrentService(ChunkRunner[_Chunk]):
             if ended and limit is not None and times >= limit:
                 last = shown(message, message.topic, times - 1)
                 self._handling.has_handled(last, [last])
-                self._send_back(queue, last, Failure("reject", PROCESS_ENDED), 0.0, again_here=False)
+                self._send_back(queue, last, Failure("reject", PROCESS_ENDED.text), 0.0, again_here=False)
             else:
                 live.append(shown(message, message.topic, times))
         return live

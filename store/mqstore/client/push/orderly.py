@@ -22,7 +22,7 @@ from itertools import chain
 
 from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.orderinfo import OrderInfoTable
-from mqstore.broker.redelivery.attempt_journal import PROCESS_ENDED
+from mqstore.broker.redelivery.reason import PROCESS_ENDED
 from mqstore.client.delivery import as_sent, shown
 from mqstore.client.push.assignment import Assignment
 from mqstore.client.push.batches import NOBODY_AGAIN_MS, Chunk, ChunkRunner, Context
@@ -184,7 +184,7 @@ class OrderlyService(ChunkRunner[_Line]):
         """Dead-letter the first message, whose last attempt ended with the process."""
         first = line.items[0]
         last = shown(first, first.topic, first.reconsume_times - 1)
-        if self._dead_letter(line.queue, last, Failure("reject", PROCESS_ENDED), 0.0):
+        if self._dead_letter(line.queue, last, Failure("reject", PROCESS_ENDED.text), 0.0):
             self._handling.has_handled(line, [line.items.popleft()])
         else:
             line.again_ms = AGAIN_MS

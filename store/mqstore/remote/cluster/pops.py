@@ -23,6 +23,7 @@ from typing import Any, Final
 from mqstore.broker.filters.filter import as_filter
 from mqstore.broker.names import dlq_topic, pop_retry_topic, retry_topic
 from mqstore.broker.pop.batch import claim_of, expired
+from mqstore.broker.redelivery.reason import set_reason
 from mqstore.broker.redelivery.retry import origin_topic
 from mqstore.broker.waiting import Callback, Waiter
 from mqstore.contract import MAX_BATCH, Delivery, Filter, Loss, Pending
@@ -58,7 +59,6 @@ _AT_ONCE_S, _PAUSE_S = 0.03, 0.1
 """A question that is answered at once may be about messages that no pop gets now, so the callback is a little later."""
 _RELEASE_MS: Final = 1_000
 _LEASES_MAX: Final = 100_000
-_REASON_BYTES: Final = 1_024
 _POP_OPTIONS: Final[dict[str, Any]] = {
     "queue_id": -1, "filter": None, "order": False, "start": None, "attempt_id": None, "acks": ()
 }  # fmt: skip
@@ -354,9 +354,7 @@ class Pops(Reads):
         properties |= {DLQ_ORIGIN_TOPIC: properties.setdefault(RETRY_TOPIC, origin), DLQ_ORIGIN_MESSAGE_ID: identity}
         if popped:
             properties.setdefault(FIRST_POP_TIME, str(self.clock.now_ms()))
-        plain = "".join(c if c.isprintable() else " " for c in reason).encode("utf-8", "replace")[:_REASON_BYTES]
-        if text := plain.decode("utf-8", "ignore").strip():
-            properties[DLQ_REASON] = text
+        set_reason(properties, DLQ_REASON, reason)
         topic = dlq_topic(group)
         numbers = {"flag": message.flag, "sys_flag": message.sys_flag & KEPT_FLAGS, "reconsume_times": attempts}
         fields = send_fields(group, topic, broker, 0, properties, message.born_timestamp_ms, queues=1, **numbers)

@@ -1,0 +1,66 @@
+"""Reasons of redeliveries: their form in records, and which deliveries have one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mqstore.broker.pop import state as pop_state
+from mqstore.broker.redelivery.reason import REASON_CHARS, Reason
+from tests.broker.popsupport import PopBench
+
+HOUR_MS = 3_600_000
+TEXTS = st.text(max_size=REASON_CHARS + 1)
+
+
+@pytest.fixture
+def pops(tmp_path: Path) -> Iterator[PopBench]:
+    with PopBench(tmp_path, queues=1) as bench:
+        yield bench
+
+
+@given(text=TEXTS, holder=TEXTS, counts=st.booleans())
+def test_reason_is_read_back_from_its_record(text: str, holder: str, counts: bool) -> None:
+    reason = Reason(text, holder, counts)
+    value = json.loads('{"k":7' + reason.members() + "}")
+    assert Reason.of(value) == Reason(text[:REASON_CHARS], holder[:REASON_CHARS], counts)
+    assert list(value) == ["k", *[name for name, there in (("g", not counts), ("e", text), ("h", holder)) if there]]
+
+
+@pytest.mark.parametrize("order", [False, True])
+def test_reasons_of_waiting_messages_are_kept(pops: PopBench, monkeypatch: pytest.MonkeyPatch, order: bool) -> None:
+    """Those of settled messages are dropped when there are many."""
+    monkeypatch.setattr(pop_state, "_COMPACT_FROM", 4)
+    for begin in range(0, 40, 4):
+        pops.put("t", 4, first=begin)
+        found = pops.pop(n=4, order=order)
+        receipts = [
+            pops.service.nack("g", "t", each.receipt, HOUR_MS, error=str(each.message.offset)) for each in found
+        ]
+        batches = [pops.state.in_flight.get(each.message.offset, pops.state.fifo) for each in found]
+        reasons = [pops.state.reason(*each) for each in zip(batches, range(begin, begin + 4), strict=True)]
+        assert [reason.text for reason in reasons if reason] == [str(begin + i) for i in range(4)]
+        pops.service.ack("g", "t", [receipt for receipt in receipts if receipt])
+    assert len(pops.state.reasons) < 16
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_texts_are_kept_of_limited_number_of_messages(
+    pops: PopBench, monkeypatch: pytest.MonkeyPatch, counts: bool
+) -> None:
+    monkeypatch.setattr(pop_state, "_TEXTS_KEPT", 2)
+    pops.put("t", 4)
+    for delivery in pops.pop(n=4):
+        if counts:
+            pops.service.nack("g", "t", delivery.receipt, HOUR_MS, error="busy")
+        else:
+            pops.service.release("g", "t", [delivery.receipt], delay_ms=HOUR_MS)
+    reasons = [pops.state.reason(batch, offset) for offset, batch in pops.state.in_flight.items()]
+    assert [reason and (reason.text, reason.counts) for reason in reasons] == [
+        ("busy" * (counts and i < 2), counts) for i in range(4)
+    ]
