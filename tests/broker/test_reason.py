@@ -64,3 +64,19 @@ def test_texts_are_kept_of_limited_number_of_messages(
     assert [reason and (reason.text, reason.counts) for reason in reasons] == [
         ("busy" * (counts and i < 2), counts) for i in range(4)
     ]
+
+
+@pytest.mark.parametrize("order", [False, True])
+def test_held_delivery_has_no_reason(pops: PopBench, order: bool) -> None:
+    """One that is renewed after its failure, and in order the next one of the same message."""
+    pops.put("t", 1)
+    [first] = pops.pop(order=order)
+    receipt = pops.service.nack("g", "t", first.receipt, HOUR_MS, error="busy")
+    pops.service.change_invisible("g", "t", str(receipt), HOUR_MS)
+    state = pops.state
+    assert state.reason(state.in_flight.get(0, state.fifo), 0) is None
+    if order:
+        pops.service.nack("g", "t", first.receipt, 1, error="busy")
+        pops.advance(1)
+        assert len(pops.pop(order=True)) == 1
+        assert state.reason(state.fifo, 0) is None
