@@ -24,7 +24,7 @@ enum {
 };
 
 /* The first members of a `Route` (routes.py). */
-enum { SOURCE, SETTLED, AT_ONCE };
+enum { RANKS, SETTLED, AT_ONCE, RNG, ROUTE_ITEMS };
 
 /* In a receipt: the revive queue, the mark and the broker's name. */
 #define NO_ORDER " 0 0 mqstore "
@@ -632,7 +632,32 @@ static PyObject *route_of(const PopFields *self, PyObject *group, PyObject *topi
 {
     PyObject *topics = self->routes && PyDict_CheckExact(self->routes) ? PyDict_GetItemWithError(self->routes, group) : NULL;
     PyObject *route = topics && PyDict_CheckExact(topics) ? PyDict_GetItemWithError(topics, topic) : NULL;
-    return route && PyTuple_Check(route) && PyTuple_GET_SIZE(route) > AT_ONCE ? Py_NewRef(route) : NULL;
+    return route && PyTuple_Check(route) && PyTuple_GET_SIZE(route) >= ROUTE_ITEMS ? Py_NewRef(route) : NULL;
+}
+
+/* Return the first queue of `Route.sources` (routes.py) without retries, borrowed; None without one, NULL with an exception. */
+static PyObject *first_source(PyObject *route, bool in_order)
+{
+    PyObject *ranks = PyTuple_GET_ITEM(route, RANKS), *queues = PyTuple_GET_ITEM(route, SETTLED), *rng = PyTuple_GET_ITEM(route, RNG);
+    ranks = PyTuple_Check(ranks) && !in_order ? PyTuple_GET_ITEM(ranks, 0) : Py_None;
+    Py_ssize_t count = PyList_CheckExact(ranks) ? PyList_GET_SIZE(ranks) : 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *rank = PyList_GET_ITEM(ranks, i);
+        if (!PyTuple_Check(rank) || PyTuple_GET_SIZE(rank) != 3 || !is_whole(PyTuple_GET_ITEM(rank, 1)) ||
+            !is_a(PyTuple_GET_ITEM(rank, 2), &QueueTailType))
+            return PyErr_Format(PyExc_TypeError, "a rank is a mark, a state and the end of a queue");
+        const QueueFields *state = (const QueueFields *)PyTuple_GET_ITEM(rank, 1);
+        if (((const QueueTail *)PyTuple_GET_ITEM(rank, 2))->next_offset > state->cursor || PyDict_GET_SIZE(state->released))
+            return (PyObject *)state;
+    }
+    if (count || !PyList_CheckExact(queues) || !PyList_GET_SIZE(queues))
+        return Py_None;
+    if (rng == Py_None)
+        return PyList_GET_ITEM(queues, 0);
+    PyObject *number = PyObject_CallNoArgs(rng);
+    double roll = number ? PyFloat_AsDouble(number) * 100 : -1;
+    Py_XDECREF(number);
+    return PyErr_Occurred() ? NULL : roll < 0 ? Py_None : PyList_GET_ITEM(queues, (Py_ssize_t)roll % PyList_GET_SIZE(queues));
 }
 
 /* pop_at_once(group, topic, n, invisible_ms, order) -> deliveries: `UnorderedQueues.pop_at_once`, without a call of Python for the
@@ -646,12 +671,9 @@ static PyObject *method_pop_at_once(PopFields *self, PyObject *const *args, Py_s
     if (!route && PyErr_Occurred())
         return NULL;
     if (route && self->slow && PyTuple_GET_ITEM(route, AT_ONCE) == Py_True) {
-        PyObject *state = PyTuple_GET_ITEM(route, SOURCE);
-        bool ranked = PyList_CheckExact(state) && args[4] != Py_True;
-        bool plain = (ranked || is_whole(state)) && self->parked && PyAnySet_Check(self->parked) &&
-                     !PySet_GET_SIZE(self->parked) && number_of(args[3], &invisible_ms) && invisible_ms >= MIN_INVISIBLE_MS &&
-                     invisible_ms <= MAX_INVISIBLE_MS;
-        state = plain && ranked ? first_ready(state) : state;
+        bool plain = self->parked && PyAnySet_Check(self->parked) && !PySet_GET_SIZE(self->parked) &&
+                     number_of(args[3], &invisible_ms) && invisible_ms >= MIN_INVISIBLE_MS && invisible_ms <= MAX_INVISIBLE_MS;
+        PyObject *state = plain ? first_source(route, args[4] == Py_True) : Py_None;
         PyObject *items[] = {state, args[2], args[3], args[1], Py_True, args[4]};
         found = !state ? NULL : plain ? method_deliver(self, items, 6) : PyObject_Vectorcall(self->slow, args, 5, NULL);
     }

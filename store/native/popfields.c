@@ -119,21 +119,6 @@ bool is_whole(PyObject *object)
            PyTuple_GET_SIZE(state->key) == 3;
 }
 
-PyObject *first_ready(PyObject *ranks)
-{
-    for (Py_ssize_t at = 0; at < PyList_GET_SIZE(ranks); at++) {
-        PyObject *rank = PyList_GET_ITEM(ranks, at);
-        if (!PyTuple_Check(rank) || PyTuple_GET_SIZE(rank) != 3 || !is_whole(PyTuple_GET_ITEM(rank, 1)) ||
-            !is_a(PyTuple_GET_ITEM(rank, 2), &QueueTailType))
-            return PyErr_Format(PyExc_TypeError, "a rank is a mark, a state and the end of a queue");
-        const QueueFields *state = (const QueueFields *)PyTuple_GET_ITEM(rank, 1);
-        if (((const QueueTail *)PyTuple_GET_ITEM(rank, 2))->next_offset > state->cursor || state->cursor < 0 ||
-            PyDict_GET_SIZE(state->released))
-            return (PyObject *)state;
-    }
-    return Py_None;
-}
-
 /* Call a method of RLock directly: the usual ways check and copy the arguments, which takes as long again. */
 static PyObject *call(PyObject *method, PyObject *lock, PyObject *args)
 {

@@ -34,8 +34,6 @@ typedef struct {
 int timeline_add(TimelineFields *self, PyObject *at, PyObject *batch);
 /* Return true if `object` is a state with all members set, as after `QueueState.__init__`. */
 bool is_whole(PyObject *object);
-/* The first of a list of ranks that `is_ready` (routes.py): the state of the queue, borrowed, or None; NULL with an exception. */
-PyObject *first_ready(PyObject *ranks);
 /* Acquire the lock without waiting: 1 if acquired, 0 if another thread has it, -1 with an exception. */
 int try_lock(QueueFields *state);
 /* Release the lock and return `result`, with the current exception kept. If that fails, `result` is dropped. */

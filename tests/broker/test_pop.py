@@ -449,3 +449,13 @@ def test_released_retry_wakes_a_receiver_of_another_queue(tmp_path: Path) -> Non
         pops.settle()
         assert woken == [True]
         assert bodies(pops.pop(queue_id=3)) == [b"0"]
+
+
+def test_pending_reset_of_exhausted_priorities_is_applied(tmp_path: Path) -> None:
+    with PopBench(tmp_path, queues=0) as pops:
+        pops.parts.topics.create("t", queues=3, message_type="PRIORITY")
+        for queue_id in range(3):
+            pops.put("t", 1, queue_id=queue_id)
+        assert [delivery.queue_id for delivery in pops.pop(n=9)] == [2, 1, 0]
+        pops.reads.reset("g", "t", None, "earliest")
+        assert [delivery.queue_id for delivery in pops.pop(n=9)] == [2, 1, 0]

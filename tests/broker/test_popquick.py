@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import mqstore
@@ -595,6 +595,45 @@ def test_compiled_calls_at_once_are_those_of_python(tmp_path: Path, queues: int,
             assert done == [len(receipts)] * 2
         pair.do(lambda bench: bench.settle() and None)
         assert woken[0] == woken[1]
+        pair.check()
+
+
+CALLS = st.one_of(
+    st.tuples(st.just("put"), st.integers(0, 3), st.integers(1, 3)),
+    st.tuples(st.just("pop"), st.sampled_from([-1, -1, 0, 3]), st.integers(1, 3)),
+    st.tuples(st.just("pop at once"), st.just(0), st.integers(1, 2)),
+    st.tuples(st.sampled_from(["ack", "release"]), st.integers(0, 9), st.just(0)),
+)
+ACKS = [("ack", 0, 0)] * 4
+
+
+@compiled
+@example(calls=[("pop at once", 0, 2), ("release", 5, 0)], kind="PRIORITY", order=False)
+@example(calls=[*ACKS, *[("pop", queue_id, 1) for queue_id in range(4)], *ACKS], kind="PRIORITY", order=True)
+@given(calls=st.lists(CALLS, max_size=20), kind=st.sampled_from(["PRIORITY", "NORMAL"]), order=st.booleans())
+def test_compiled_code_selects_the_queue_of_python(
+    tmp_path_factory: pytest.TempPathFactory, calls: list[tuple[str, int, int]], kind: str, order: bool
+) -> None:
+    with Pair(tmp_path_factory.mktemp("pair"), "in order" if order else "no order") as pair:
+        pair.do(lambda bench: bench.parts.topics.create("t", queues=4, message_type=kind) and None)
+        pair.do(lambda bench: setattr(bench.tables, "_tip", bench.tables.log.ways["ck"].log))  # `deliver` is compiled
+        pop_at_once = pair.benches[0].tables.pop_at_once, pair.benches[1].service.pop_at_once
+        begin = [
+            *[("put", queue_id, 3) for queue_id in range(4)],
+            *[("pop", queue_id, 1) for queue_id in (0, 0, 1, 2, 3)],
+        ]
+        for call, at, count in [*begin, *calls, *[("pop at once", 0, 1)] * 6]:
+            if call == "put":
+                pair.do(lambda bench, at=at, count=count: bench.put("t", count, queue_id=at))
+            elif call == "pop":
+                pair.pop(queue_id=at, n=count)
+            elif call == "pop at once":
+                found = [pop("g", "t", count, 60_000, order) for pop in pop_at_once]
+                assert [each[1:] for each in found[0]] == [each[1:] for each in found[1]]
+                pair.deliveries += zip(*found, strict=True)
+            elif pair.deliveries:
+                one, _ = pair.deliveries.pop(at % len(pair.deliveries))
+                pair.ack([one.receipt], give_back=call == "release")
         pair.check()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from mqstore.broker.names import EXPIRY, QueueKey, is_retry_topic, pop_retry_topic, retry_topic
@@ -11,6 +12,9 @@ from mqstore.errors import ConfigError, NotPermittedError
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.native import kernel
 
+_RETRY_PERCENT = 20
+"""Percentage of pops that look at the retry topic first."""
+
 
 class Rank(NamedTuple):
     """Queue of a topic whose queues are priorities, or of its retry topic."""
@@ -19,33 +23,43 @@ class Rank(NamedTuple):
     state: QueueState
     tail: ConsumeQueue
 
-    @property
-    def is_ready(self) -> bool:
-        """True if the queue may have a message. Needs no lock. Compiled: `first_ready` of popfields.c."""
-        state = self.state
-        return self.tail.next_offset > state.cursor or state.cursor < 0 or bool(state.released)
-
 
 class Route(NamedTuple):
-    """Queues that hold the messages of one topic for one group. Compiled code uses the first three members."""
+    """Queues that hold the messages of one topic for one group. Compiled code uses the first four members."""
 
-    source: QueueState | list[Rank] | None
-    """The only queue, or those of `ranks`, if `at_once` and no random choice is needed."""
+    ranks: tuple[list[Rank], list[Rank]] | None
+    """All queues by priority, the highest first, if the topic has priorities (delivery#priority).
+    Within a priority the first list has retries last, the second has them first."""
     settled: list[QueueState] | None
     """`queues`, if `ack_at_once` may settle in them."""
     at_once: bool
     """True if `pop_at_once` may use it: messages do not expire, and no topic has redeliveries."""
+    rng: Callable[[], float] | None
+    """Function that returns numbers in [0, 1), or None if no choice between queues is needed."""
     topic: str
     queues: list[QueueState]
+    new: list[tuple[int, QueueState]]
+    """(mark, state) of `queues`."""
     retries: list[tuple[int, QueueState]]
     """(mark, state) of the retry topics that exist."""
-    has_choice: bool
-    """True if a random choice between queues is needed."""
     pops: bool
     """True if compiled code may pop from `queues`, too, since their messages do not expire."""
-    ranks: tuple[list[Rank], list[Rank]] | None
-    """All queues by priority, the highest first, if the topic has priorities (delivery#priority).
-    Within a priority the first list has retries last, the second has them first."""
+
+    def sources(self, queue_id: int = -1, order: bool = False, all_ranks: bool = True) -> list[tuple[int, QueueState]]:
+        """Return (mark, state) of the queues of a pop, in the order in which it looks at them (delivery#priority).
+        Most pops look at retries last, so that failing messages do not delay new ones, and some look at them first, so
+        that they do not starve in a busy topic. `all_ranks` False: of priorities only those that may have a message.
+        Compiled code selects the first one without retries: `first_source` of pop.c."""
+        roll = 0 if self.rng is None else int(self.rng() * 100)
+        if self.ranks is not None and queue_id == -1 and not order:
+            ranks = self.ranks[roll < _RETRY_PERCENT]
+            return [each[:2] for each in ranks if all_ranks or each[2].next_offset > each[1].cursor or each[1].released]
+        new = self.new if queue_id == -1 else [(0, self.queue(queue_id))]
+        if at := roll % len(new):
+            new = new[at:] + new[:at]
+        if not self.retries:
+            return new
+        return self.retries + new if roll < _RETRY_PERCENT else new + self.retries
 
     def queue(self, queue_id: int) -> QueueState:
         """Return the state of one queue. Raises ConfigError if the topic does not have that queue."""
@@ -58,8 +72,8 @@ class Route(NamedTuple):
 class Routes:
     """Routes of one store. A state is dropped with its topic or group."""
 
-    def __init__(self, tables: PopTables) -> None:
-        self._tables = tables
+    def __init__(self, tables: PopTables, rng: Callable[[], float]) -> None:
+        self._tables, self._rng = tables, rng
         tables.routes = {}
         self._topics, self._groups = tables.parts.topics, tables.parts.groups
         self._topics.on_change.append(self._topic_changed)
@@ -80,6 +94,7 @@ class Routes:
         expiry = found.attributes.get(EXPIRY)
         for state in queues:
             state.expiry = expiry
+        new = [(0, state) for state in queues]
         retries = [
             (mark, self._tables.state(QueueKey(group, name, queue_id)))
             for mark, name in self.retry_topics(group, topic)
@@ -87,19 +102,15 @@ class Routes:
             for queue_id in range(max(1, of.read_queues))
         ]
         plain = not is_retry_topic(topic)
-        has_choice = len(queues) > 1 or bool(retries)
+        rng = self._rng if len(queues) > 1 or retries else None
         pops = kernel is not None and plain and expiry is None
         at_once = plain and expiry is None and not retries and self._topics.entered(retry_topic(group)) is None
         ranks = None
         if found.by_priority:
             create = self._tables.store.queue_table.create  # in memory only
-            new, again = (
-                [Rank(mark, state, create(*state.key[1:])) for mark, state in pairs]
-                for pairs in ([(0, state) for state in queues], retries)
-            )
-            ranks = _by_priority([*new, *again]), _by_priority([*again, *new])
-        source = None if not at_once else ranks[0] if ranks is not None else None if has_choice else queues[0]
-        route = Route(source, queues if plain else None, at_once, topic, queues, retries, has_choice, pops, ranks)
+            first, again = ([Rank(*each, create(*each[1].key[1:])) for each in pairs] for pairs in (new, retries))
+            ranks = _by_priority([*first, *again]), _by_priority([*again, *first])
+        route = Route(ranks, queues if plain else None, at_once, rng, topic, queues, new, retries, pops)
         known.setdefault(group, {})[topic] = route
         return route
 

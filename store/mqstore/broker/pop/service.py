@@ -54,8 +54,6 @@ from mqstore.errors import ConfigError, GroupNotFoundError, InvalidReceiptError,
 from mqstore.options import Durability, waits_for_disk
 from mqstore.threads import breathe
 
-_RETRY_PERCENT = 20
-"""Percentage of pops that look at the retry topic first."""
 _ATTEMPTS_MS = 1_000
 _CHUNKS = 4
 """Maximum number of chunks redelivered from one queue in one run: some thousand messages."""
@@ -83,7 +81,6 @@ class PopService(BackgroundService):
         self._store = parts.store
         self._clock = parts.clock
         self._waiters = waiters
-        self._rng = rng
         self._wake = wake
         self._flush_by_default = parts.store.durability == "flush"
         self._latest_ms: float = math.inf
@@ -93,7 +90,7 @@ class PopService(BackgroundService):
         self.orders = self.tables.orders
         self.orders.load(file.load() or {})
         as_loaded = self.tables.order_version
-        self._unordered = UnorderedQueues(self.tables, rng)
+        self._unordered = UnorderedQueues(self.tables)
         self.pop_at_once, self.ack_at_once = self._unordered.pop_at_once, self._unordered.ack_at_once
         self._ordered = OrderedQueues(self.tables)
         Replay(self.tables).run(release=parts.config.requeue_on_open)
@@ -102,7 +99,7 @@ class PopService(BackgroundService):
             if count_begun(self.tables, begun):
                 self._keeper.save(self._clock.now_ms())
             begun.forget()
-        self._routes = Routes(self.tables)
+        self._routes = Routes(self.tables, rng)
         self.tables.begin(self.pop_at_once)
 
     # -- popping ----------------------------------------------------------------------------------------------------
@@ -137,42 +134,25 @@ class PopService(BackgroundService):
         return found
 
     def _look(self, request: PopRequest) -> list[Delivery]:
-        """Pop the messages that the queues of the request have now.
-        Most pops read the retry topic last, so that failing messages do not delay new ones, and some read it first, so
-        that retries do not starve in a busy topic."""
+        """Pop the messages that the queues of the request have now."""
         group, topic, queue_id, n, invisible_ms, filter_, order, _, attempt_id, local, _ = request
         if local and not order and not self.tables.journal_end:
             self.tables.journal.open()
         # Looked up each time, because the topic may have been altered during the wait.
         route = self._routes.require(group, topic)
-        roll = int(self._rng() * 100) if route.has_choice else 0
-        retries_first = bool(route.retries) and roll < _RETRY_PERCENT
-        if route.ranks is not None and queue_id == -1 and not order:
-            ready = route.ranks[retries_first]
-            if not self._parts.offsets.resets:
-                ready = [rank for rank in ready if rank.is_ready]
-            sources = [(rank.mark, rank.state) for rank in ready]
-        else:
-            chosen = route.queues if queue_id == -1 else [route.queue(queue_id)]
-            at = roll % len(chosen)
-            sources = [(0, state) for state in (chosen[at:] + chosen[:at] if at else chosen)]
-            sources = [*route.retries, *sources] if retries_first else [*sources, *route.retries]
-        if route.pops and sources and not sources[0][0] and filter_ is None and attempt_id is None:
-            state = sources[0][1]
-            done = self.tables.deliver(state, n, invisible_ms, topic, local, order)
-            if done:
-                if not order and self._waiters.parked and state.ahead:
-                    self._waiters.wake_one(group, topic, queue_id)
-                return done
+        compiled = route.pops and filter_ is None and attempt_id is None
         found: list[Delivery] = []
         more = False
-        pop = self._ordered.pop if order else self._unordered.pop
-        # Without the filter, because copies have passed one at their first delivery.
-        unfiltered = request if filter_ is None else request._replace(filter=None)
         try:
-            for mark, state in sources:
+            for mark, state in route.sources(queue_id, order, bool(self._parts.offsets.resets)):
+                if compiled and not mark and (done := self.tables.deliver(state, n, invisible_ms, topic, local, order)):
+                    found, more = done, bool(state.ahead) and not order
+                    break
+                compiled = False  # only the first queue is likely to have all
+                # Copies have passed the filter at their first delivery.
+                wanted = request._replace(filter=None) if mark and filter_ is not None else request
                 with state.lock:
-                    more |= pop(state, unfiltered if mark else request, mark, found)
+                    more |= (self._ordered if order else self._unordered).pop(state, wanted, mark, found)
                 if len(found) == n:
                     break
         except Exception:
@@ -218,10 +198,8 @@ class PopService(BackgroundService):
         return [name for _, name in self._routes.retry_topics(group, topic)]
 
     def _may_find(self, request: PopRequest) -> bool:
-        route = self._routes.require(request.group, request.topic)
-        queues = route.queues if request.queue_id == -1 else [route.queue(request.queue_id)]
-        queues = [*queues, *(state for _, state in route.retries)]
-        return any(self._holds_something(state, request.order) for state in queues)
+        sources = self._routes.require(request.group, request.topic).sources(request.queue_id, request.order)
+        return any(self._holds_something(state, request.order) for _, state in sources)
 
     def _holds_something(self, state: QueueState, order: bool) -> bool:
         with state.lock:

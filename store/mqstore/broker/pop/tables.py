@@ -115,7 +115,7 @@ class PopTables(PopFields):
     routes: dict[str, dict[str, Route]]
     """Known routes, by group and topic."""
     slow: Callable[[str, str, int, int, bool], list[Delivery]]
-    """`UnorderedQueues.pop_at_once`, with waiting receivers or a choice between queues."""
+    """`UnorderedQueues.pop_at_once`, with waiting receivers."""
 
     if TYPE_CHECKING:
 

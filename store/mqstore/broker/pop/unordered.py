@@ -13,8 +13,7 @@ and `rev` the message is copied once more. Nothing else happens twice, and nothi
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import groupby
 from operator import attrgetter, itemgetter
@@ -49,10 +48,9 @@ _new = tuple.__new__
 class UnorderedQueues:
     """Operations on one queue of a standard group, all under the state's lock."""
 
-    def __init__(self, tables: PopTables, rng: Callable[[], float] = random.random) -> None:
+    def __init__(self, tables: PopTables) -> None:
         self._tables = tables
         self._log = tables.log
-        self._rng = rng
 
     def pop_at_once(self, group: str, topic: str, n: int, invisible_ms: int, order: bool) -> list[Delivery]:
         """Deliver prefetched messages to a receiver in this process, without waiting for the disk, or for a lock in
@@ -63,19 +61,16 @@ class UnorderedQueues:
         route = tables.route(group, topic)
         if route is None or not route.at_once or not MIN_INVISIBLE_MS <= invisible_ms <= MAX_INVISIBLE_MS:
             return []
-        if route.ranks is not None and not order:
-            state = next((rank.state for rank in route.ranks[0] if rank.is_ready), route.queues[0])
-        else:
-            state = route.queues[int(self._rng() * 100) % len(route.queues) if route.has_choice else 0]
         found: list[Delivery] = []
-        if kernel is not None:
-            found = tables.deliver(state, n, invisible_ms, topic, True, order) or found
-        elif not order and tables.journal_end:
-            with state.lock:
-                if 1 <= n <= len(state.ahead) - state.ahead_at:
-                    self.pop(state, PopRequest(group, topic, n=n, invisible_ms=invisible_ms), 0, found)
-        if found and not order and tables.waiters.parked and state.ahead:
-            tables.waiters.wake_one(group, topic, -1)
+        for _, state in route.sources(-1, order, False)[:1]:
+            if kernel is not None:
+                found = tables.deliver(state, n, invisible_ms, topic, True, order) or found
+            elif not order and tables.journal_end:
+                with state.lock:
+                    if 1 <= n <= len(state.ahead) - state.ahead_at:
+                        self.pop(state, PopRequest(group, topic, n=n, invisible_ms=invisible_ms), 0, found)
+            if found and not order and tables.waiters.parked and state.ahead:
+                tables.waiters.wake_one(group, topic, -1)
         return found
 
     def ack_at_once(self, group: str, topic: str, receipts: Sequence[str]) -> int:
