@@ -80,3 +80,13 @@ def test_held_delivery_has_no_reason(pops: PopBench, order: bool) -> None:
         pops.advance(1)
         assert len(pops.pop(order=True)) == 1
         assert state.reason(state.fifo, 0) is None
+
+
+def test_delivery_that_is_given_back_suspends_no_queue(pops: PopBench) -> None:
+    pops.put("t", 2)
+    given, failed = pops.pop(n=2, order=True)
+    pops.service.release("g", "t", [given.receipt], delay_ms=HOUR_MS)
+    assert pops.tables.orders.suspended("g", lambda key: 0) == {}
+    pops.service.nack("g", "t", failed.receipt, HOUR_MS, error="busy")
+    [suspended] = pops.tables.orders.suspended("g", lambda key: 0).values()
+    assert (suspended.offset, suspended.attempt, suspended.error) == (1, 1, "busy")
