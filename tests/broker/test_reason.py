@@ -90,3 +90,15 @@ def test_delivery_that_is_given_back_suspends_no_queue(pops: PopBench) -> None:
     pops.service.nack("g", "t", failed.receipt, HOUR_MS, error="busy")
     [suspended] = pops.tables.orders.suspended("g", lambda key: 0).values()
     assert (suspended.offset, suspended.attempt, suspended.error) == (1, 1, "busy")
+
+
+@pytest.mark.parametrize("order", [False, True])
+def test_failed_and_given_back_are_counted_and_wait_after_reopening(pops: PopBench, order: bool) -> None:
+    pops.put("t", 2)
+    failed, given = pops.pop(n=2, order=order)
+    pops.service.nack("g", "t", failed.receipt, HOUR_MS, error="busy")
+    pops.service.release("g", "t", [given.receipt], delay_ms=HOUR_MS)
+    assert pops.state.count_failed(pops.tables.order(pops.state), pops.now_ms) == (1, 1)
+    pops.reopen()
+    pops.advance(1)
+    assert pops.state.count_failed(pops.tables.order(pops.state), pops.now_ms) == (1, 1)
