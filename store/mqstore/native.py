@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 
 _Put = TypeVar("_Put", bound=Callable[..., Any])
 
-_VERSION = 42
+_VERSION = 43
 """Version of the functions' parameters and results. A module built from older sources is not used."""
 
 
