@@ -219,7 +219,8 @@ def numbered(
 ) -> list[Path]:
     """Make a store of 400 messages, in turn of these topics, and return its segments. With `as_java` one of profile
     "rocketmq" is as Java leaves it."""
-    with mqstore.open(path, profile=profile, config=StoreConfig(segment_bytes=size)) as store:
+    config = StoreConfig(segment_bytes=size, consumequeue_units=512, index_slots=256, index_entries=1024)
+    with mqstore.open(path, profile=profile, config=config) as store:
         for n in range(400):
             store.put(topics[n % len(topics)], b"%d " % n + body, queue_id=0, keys=f"k{n}")
     if profile == "rocketmq" and as_java:

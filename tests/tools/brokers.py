@@ -24,8 +24,9 @@ def clock_now() -> SimulatedClock:
 
 @contextmanager
 def broker(path: Path, clock: SimulatedClock | None = None, **config: Any) -> Iterator[Broker]:
-    """A broker without threads on the store at `path`."""
-    config = {"segment_bytes": 1 << 16, **config} if not path.exists() else config
+    """A broker without threads on the store at `path`. The files of a new one are small: many tests copy them."""
+    small = {"segment_bytes": 1 << 16, "consumequeue_units": 256, "index_slots": 64, "index_entries": 256}
+    config = config if path.exists() else {**small, **config}
     with Broker(MessageStore(path, config=StoreConfig(clock=clock or clock_now(), **config))) as running:
         yield running
 

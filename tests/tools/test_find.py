@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -122,14 +123,25 @@ def test_topic_alone_is_read_from_all_queues(hours: tuple[Path, list[Put]]) -> N
     assert mqstore("get", path, "--topic", "pay", "--queue-id", 1, "--limit", 3, "--json").stdout.count("\n") == 3
 
 
+@pytest.fixture(scope="module")
+def damaged(hours: tuple[Path, list[Put]], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`damaged(state)`: a copy in this state, only to be read."""
+
+    @cache
+    def copy(state: str) -> Path:
+        path = Path(shutil.copytree(hours[0], tmp_path_factory.mktemp("damaged") / "s"))
+        STATES[state](path)
+        return path
+
+    return copy
+
+
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("name", FILTERS)
 def test_filters_find_the_same_in_damaged_stores(
-    hours: tuple[Path, list[Put]], tmp_path: Path, name: str, state: str
+    hours: tuple[Path, list[Put]], damaged: Callable[[str], Path], name: str, state: str
 ) -> None:
-    path, puts = tmp_path / "s", hours[1]
-    shutil.copytree(hours[0], path)
-    STATES[state](path)
+    path, puts = damaged(state), hours[1]
     words, wanted = FILTERS[name]
     expected = [put.number for put in puts if wanted(put)]
 
