@@ -95,8 +95,7 @@ def test_the_unit_vectors(tmp_path: Path) -> None:
     assert len(delayed) == len(codes)
 
 
-@pytest.mark.parametrize("durability", ["append", "flush"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "durability"), [*enumerate(["append", "flush"] * 2)])
 def test_batches_get_the_units_that_reading_gives(tmp_path: Path, seed: int, durability: Any) -> None:
     """The dispatcher need not read a batch that was just put, but writes what a rebuild reads: also if puts fail, or
     batches stand beside single messages and other batches, or end a segment."""
