@@ -161,15 +161,15 @@ class Client:
         consumer = {"groupName": group, "messageModel": "CLUSTERING", "subscriptionDataSet": topics}
         return self.ask(HEART_BEAT, body=json.dumps({"clientID": client_id, "consumerDataSet": [consumer]}).encode())
 
+    @staticmethod
+    def record(frame: Frame) -> Record:
+        """Return the first message in the body of a frame."""
+        return decode_record(frame.body)
+
     def lock(self, client_id: str, *queue_ids: int, group: str = "billing") -> list[int]:
         """Lock queues of `orders` for a client. Return the ids of those that it has."""
         answer = self.ask(LOCK, body=queues_of(group, client_id, *queue_ids))
         return [each["queueId"] for each in json.loads(answer.body)["lockOKMQSet"]]
-
-
-def record_of(frame: Frame) -> Record:
-    """Return the first message in the body of a frame."""
-    return decode_record(frame.body)
 
 
 def queues_of(group: str, client_id: str, *queue_ids: int) -> bytes:

@@ -15,19 +15,7 @@ import mqstore
 from mqstore import Store, StoreConfig
 from mqstore.engine import SimulatedClock
 from mqstore.errors import NotPermittedError, SubscriptionConflictError
-from tests.serve.support import (
-    HEART_BEAT,
-    ORDERS,
-    PULL,
-    PULL_ORDERS,
-    ROUTE,
-    SEND,
-    UNLOCK,
-    Client,
-    queues_of,
-    record_of,
-    serving,
-)
+from tests.serve.support import HEART_BEAT, ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, UNLOCK, Client, queues_of, serving
 
 REPLY, RECALL = 325, 370
 
@@ -180,7 +168,7 @@ def test_reply_reaches_the_client_that_asked(address: tuple[str, int], client: C
     produce(client, "p1")
     assert client.ask(SEND, ORDERS | {"i": REQUEST}, b"?").code == 0
     with Client(address) as consumer:
-        asked = record_of(consumer.ask(PULL, PULL_ORDERS))
+        asked = Client.record(consumer.ask(PULL, PULL_ORDERS))
         assert asked.properties["CLUSTER"] == "DefaultCluster"
         reply = ORDERS | {"b": "DefaultCluster_REPLY_TOPIC", "i": REQUEST, "k": "false"}
         waiting = consumer.send(REPLY, reply, b"!")
@@ -245,7 +233,7 @@ def test_clients_send_to_namespaces_and_traces(client: Client, store: Store, top
     assert client.ask(SEND, ORDERS | {"b": topic}, b"a").code == 0
     client.heartbeat("c1", "ns%billing", **{topic: "*"})
     pull = PULL_ORDERS | {"topic": topic, "consumerGroup": "ns%billing", "sysFlag": 2, "suspendTimeoutMillis": 20_000}
-    assert record_of(client.ask(PULL, pull)).body == b"a"
+    assert Client.record(client.ask(PULL, pull)).body == b"a"
 
 
 @pytest.mark.parametrize("topic", ["%orders", "orders%", "a%%b", "%LMQ%orders"])

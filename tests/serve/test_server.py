@@ -13,19 +13,7 @@ import pytest
 import mqstore
 from mqstore import Store, StoreConfig
 from mqstore.engine import SimulatedClock
-from tests.serve.support import (
-    LITE_PULL,
-    ORDERS,
-    PULL,
-    PULL_ORDERS,
-    ROUTE,
-    SEND,
-    UNLOCK,
-    Client,
-    queues_of,
-    record_of,
-    serving,
-)
+from tests.serve.support import LITE_PULL, ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, UNLOCK, Client, queues_of, serving
 
 
 @pytest.fixture
@@ -416,7 +404,7 @@ def test_producer_is_asked_about_an_open_transaction(tmp_path: Path) -> None:
             client.receive()
         [check] = client.notices
         assert (check.code, check.fields["transactionId"], check.fields["topic"]) == (39, "AB", "orders")
-        record = record_of(check)
+        record = Client.record(check)
         assert (record.topic, record.queue_id, record.body) == ("orders", 0, b"pay")
         end = {name: check.fields[name] for name in ("tranStateTableOffset", "commitLogOffset", "msgId")}
         answer = {"producerGroup": "producers", "commitOrRollback": 8, "fromTransactionCheck": "true"}
