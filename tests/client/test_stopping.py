@@ -19,6 +19,7 @@ import pytest
 import mqstore
 import mqstore.aio
 from mqstore import Message, Store, cancelled
+from mqstore.client.push.workers import at_signals
 from tests.children import fork
 from tests.client.aiosupport import in_store
 from tests.client.pushsupport import hook
@@ -413,6 +414,30 @@ def test_child_forked_by_a_handler_dies_of_a_signal(store: Store) -> None:
     assert codes == [-signal.SIGTERM]
 
 
+def test_handler_that_would_exit_does_not_end_a_run_before_its_grace(tmp_path: Path) -> None:
+    """The exception ended the loop, which cancelled the handlers of items."""
+
+    def leave(*_: object) -> None:
+        sys.exit(1)
+
+    async def handle(task: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.sleep(0)
+
+    async def main() -> int:
+        async with mqstore.aio.open(tmp_path / "store") as store:
+            queue = await store.queue("jobs")
+            await queue.put(b"a")
+            return (await queue.run(handle, grace=30)).handled
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        assert asyncio.run(main()) == 1
+        assert signal.getsignal(signal.SIGTERM) is leave
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_run_of_the_main_thread_returns_though_the_program_would_exit(store: Store) -> None:
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
@@ -422,3 +447,24 @@ def test_run_of_the_main_thread_returns_though_the_program_would_exit(store: Sto
         assert queue.run(lambda task: signal.raise_signal(signal.SIGTERM), grace=30).handled == 1
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_handler_set_within_a_run_is_called_once_and_may_call_that_before(heard: list[int]) -> None:
+    """With a second run that began after it, it called itself by way of the runs' handler, without end."""
+    called: list[str] = []
+    before = signal.getsignal(signal.SIGTERM)
+    with at_signals(lambda: called.append("outer"), on_loop=True):
+        replaced: Any = signal.getsignal(signal.SIGTERM)
+
+        def server(number: int, frame: Any) -> None:
+            called.append("server")
+            replaced(number, frame)
+
+        signal.signal(signal.SIGTERM, server)
+        with at_signals(lambda: called.append("inner"), on_loop=True):
+            signal.raise_signal(signal.SIGTERM)
+        assert called == ["inner", "server", "outer"]
+        assert heard == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) is server
+        signal.signal(signal.SIGTERM, replaced)  # as uvicorn does at its end
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -25,7 +25,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -431,26 +431,27 @@ def _flow(job: Job, worker: Worker) -> Flow[None]:
         yield from rest
 
 
-_blocks: list[tuple[list[Callable[[], object]], bool]] = []
-"""Blocks of `at_signals`: the calls of their next signals, and `on_loop`. A forked child has none."""
-os.register_at_fork(after_in_child=_blocks.clear)
-_former: dict[int, Any] = {}
-"""Handlers of the program, which `_handle` has replaced."""
-_ENDING = ("_signal", "asyncio.runners")
-"""Modules whose handlers of SIGINT end the program at once: those are called only while no block is open."""
+class _Handler:
+    """Handler of a signal for blocks of `at_signals`, in place of the program's. If the program sets another one, later
+    blocks put a new handler in place of that."""
 
+    def __init__(self, number: int) -> None:
+        self.former: Any = signal.getsignal(number) or signal.SIG_DFL
+        self.blocks: list[tuple[list[Callable[[], object]], bool, int]] = []
+        """The calls of the next signals of each block, its `on_loop`, and its process: a signal ends a forked one."""
 
-def _handle(number: int, frame: FrameType | None) -> None:
-    calls = [block.pop(0) for block, _ in _blocks if block]
-    for call in calls:
-        call()
-    former = _former[number]
-    origin = getattr(getattr(former, "func", former), "__module__", None)
-    if not calls:
-        signal.signal(number, former)
-        signal.raise_signal(number)
-    elif any(on_loop for _, on_loop in _blocks) and callable(former) and origin not in _ENDING:
-        former(number, frame)
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        own = [(block, on_loop) for block, on_loop, process in self.blocks if process == os.getpid()]
+        calls = [block.pop(0) for block, _ in own if block]
+        for call in calls:
+            call()
+        origin = getattr(getattr(self.former, "func", None), "__module__", None)
+        if not calls:
+            signal.signal(number, self.former)
+            signal.raise_signal(number)
+        elif any(on_loop for _, on_loop in own) and callable(self.former) and origin != "asyncio.runners":
+            with suppress(BaseException):  # that, like `asyncio.run`, would end the program before its runs have ended
+                self.former(number, frame)
 
 
 @contextmanager
@@ -459,19 +460,22 @@ def at_signals(
 ) -> Iterator[None]:
     """On the main thread, call `stop` at SIGINT and SIGTERM, and then `second` (None: their former effect).
     Blocks on an event loop overlap, in any order: a signal is for each, and for the handler of a server around them."""
-    block = ([stop] if second is None else [stop, second], on_loop)
-    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    calls = [stop] if second is None else [stop, second]
+    block = (calls, on_loop, os.getpid())
+    joined: list[tuple[signal.Signals, _Handler]] = []
     try:
-        if numbers:
-            _blocks.append(block)
-        for number in numbers:
-            if (former := signal.getsignal(number)) is not _handle:
-                _former[number] = former or signal.SIG_DFL
-                signal.signal(number, _handle)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                found = signal.getsignal(number)
+                handler = found if isinstance(found, _Handler) else _Handler(number)
+                joined.append((number, handler))
+                handler.blocks.append(block)
+                signal.signal(number, handler)
         yield
     finally:
-        if block in _blocks:
-            _blocks.remove(block)
-        for number in numbers if not _blocks else ():
-            if signal.getsignal(number) is _handle:
-                signal.signal(number, _former[number])
+        calls.clear()
+        for number, handler in joined:
+            handler.blocks[:] = [each for each in handler.blocks if each is not block]
+            current: Any = signal.getsignal(number)
+            if current is handler and not handler.blocks:
+                signal.signal(number, handler.former)
