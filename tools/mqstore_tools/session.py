@@ -9,6 +9,7 @@ A server names itself in the directory's `serve.json`. That counts only while it
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -74,7 +75,7 @@ def connected(target: Path) -> Any:
     except ConnectionLostError as error:  # opening the directory says who has it, if anybody has
         if is_address(target):
             raise
-        if not str(error).startswith("no server has"):  # it runs, and does not answer
+        if error.errno != errno.ENOENT:  # it runs, and does not answer
             note(f"{target}: {error}")
         return None
 

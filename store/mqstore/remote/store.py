@@ -6,6 +6,7 @@ time. Whatever needs the files themselves is refused, or done on the server.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -204,6 +205,7 @@ def _connected(
         except NotSupportedError:
             return ClusterBroker(address, timeout=timeout_s, **options)
     failure = ConnectionLostError(f"no server has {address} open; start one with: mqstore serve {address}", sent=False)
+    failure.errno = errno.ENOENT  # a server that does not answer has none
     for endpoint, has_lock in _announced(Path(address)):
         try:
             broker = RemoteBroker(endpoint, timeout_s=timeout_s, **options)  # type: ignore[abstract]
