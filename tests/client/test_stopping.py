@@ -414,14 +414,15 @@ def test_child_forked_by_a_handler_dies_of_a_signal(store: Store) -> None:
     assert codes == [-signal.SIGTERM]
 
 
-def test_handler_that_would_exit_does_not_end_a_run_before_its_grace(tmp_path: Path) -> None:
-    """The exception ended the loop, which cancelled the handlers of items."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_handler_that_would_exit_does_not_end_a_run_before_its_grace(tmp_path: Path, number: int) -> None:
+    """It ended the loop, which cancelled the handlers of items. The handler of SIGINT of `asyncio.run` would, too."""
 
     def leave(*_: object) -> None:
         sys.exit(1)
 
     async def handle(task: Any) -> None:
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
         await asyncio.sleep(0)
 
     async def main() -> int:
@@ -468,3 +469,6 @@ def test_handler_set_within_a_run_is_called_once_and_may_call_that_before(heard:
         assert signal.getsignal(signal.SIGTERM) is server
         signal.signal(signal.SIGTERM, replaced)  # as uvicorn does at its end
     assert signal.getsignal(signal.SIGTERM) is before
+    with at_signals(lambda: None):
+        signal.signal(signal.SIGTERM, server)
+    assert signal.getsignal(signal.SIGTERM) is server
