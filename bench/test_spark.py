@@ -107,8 +107,8 @@ def test_columns(ask: Ask, made: Make, columns: str, goal: float) -> None:
 
 def test_plan(ask: Ask, folder: Path) -> None:
     """The time that Spark waits before the first task of a query over a thousand stores of 16 queues."""
-    from mqstore.jobs.options import SourceOptions
-    from mqstore.jobs.plan import plan
+    from mqstore.jobs.options.options import SourceOptions
+    from mqstore.jobs.reading.plan import plan
 
     config = mqstore.StoreConfig(segment_bytes=1 << 16, consumequeue_units=1000, index_slots=100, index_entries=400)
     for number in range(ask.scaled(1000)):
@@ -138,9 +138,9 @@ def tuple_source(decode: bool) -> Any:
     """A source of tuples: of decoded records, or of messages. Made in a function, so that Spark sends it by value."""
     from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
-    from mqstore.jobs.opening import open_store
-    from mqstore.jobs.options import SourceOptions
-    from mqstore.jobs.plan import plan
+    from mqstore.jobs.options.options import SourceOptions
+    from mqstore.jobs.reading.opening import open_store
+    from mqstore.jobs.reading.plan import plan
     from mqstore.spark.source import MQStoreDataSource
 
     class Reader(DataSourceReader):

@@ -48,7 +48,7 @@ from rich.text import Text
 
 import mqstore
 from mqstore.broker.admin.contents import inspect_store
-from mqstore.broker.selection import group_queue
+from mqstore.broker.routing.selection import group_queue
 from mqstore.broker.tables.configchecks import CONFIG_CHECKS
 from mqstore.engine import Finding
 from mqstore.layout.consumequeue import UNIT_BYTES

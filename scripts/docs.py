@@ -85,7 +85,7 @@ def with_tables(text: str) -> str:
     """Return spark-options.md with its tables made again. Each follows a comment with its name."""
     from mqstore.columnar.columns import COLUMNS
     from mqstore.columnar.inputs import INPUTS
-    from mqstore.jobs.options import SINK_OPTIONS, SOURCE_OPTIONS
+    from mqstore.jobs.options.options import SINK_OPTIONS, SOURCE_OPTIONS
     from mqstore.jobs.views import VIEWS
 
     tables = {

@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 import mqstore
 from mqstore import Message, SimulatedClock, StoreConfig, native
 from mqstore.errors import StoreIOError
+from mqstore.layout.arrays.scan import Headers, read_run
 from mqstore.layout.properties import decode_properties
 from mqstore.layout.record import Checksum
-from mqstore.layout.scan import Headers, read_run
 from mqstore.log.message import UnitBatch
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.reading.records import Request

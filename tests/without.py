@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 
 from mqstore import native
-from mqstore.layout import dispatch, indexfile, pairs, scan
+from mqstore.layout import indexfile
+from mqstore.layout.arrays import dispatch, pairs, scan
 from mqstore.log.reading import checking, records
 from mqstore.log.store import MessageStore
 from mqstore.native import Sending, compiled_put

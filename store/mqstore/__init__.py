@@ -31,9 +31,9 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
 from mqstore.broker.tables.groups import RetryPolicy, backoff, exponential
-from mqstore.client.codecs import BYTES, JSON, TEXT, Codec
-from mqstore.client.delivery import Delivery, Task
 from mqstore.client.interceptors import DeliveryResult, Interceptor
+from mqstore.client.items.codecs import BYTES, JSON, TEXT, Codec
+from mqstore.client.pop.delivery import Delivery, Task
 from mqstore.client.push.handlers import COMMIT, ROLLBACK, BatchFailure, Reject, Retry
 from mqstore.clock import SimulatedClock
 from mqstore.errors import MQStoreError, QueueEmpty, QueueFull, QueueShutDown
@@ -56,11 +56,11 @@ if TYPE_CHECKING:
     from mqstore.client import PullConsumer as PullConsumer
     from mqstore.client import PushConsumer as PushConsumer
     from mqstore.client import SimpleConsumer as SimpleConsumer
-    from mqstore.client.allocation import fixed_queues as fixed_queues
+    from mqstore.client.group.allocation import fixed_queues as fixed_queues
+    from mqstore.client.items.typedcodecs import DATACLASS as DATACLASS
+    from mqstore.client.items.typedcodecs import MSGPACK as MSGPACK
+    from mqstore.client.items.typedcodecs import PYDANTIC as PYDANTIC
     from mqstore.client.push.workers import cancelled as cancelled
-    from mqstore.client.typedcodecs import DATACLASS as DATACLASS
-    from mqstore.client.typedcodecs import MSGPACK as MSGPACK
-    from mqstore.client.typedcodecs import PYDANTIC as PYDANTIC
     from mqstore.remote.store import connect as connect
 
 _MODULES = ("admin", "aio", "engine", "errors", "testing")
@@ -164,16 +164,16 @@ def open(
 _of_module = lazy(
     __name__,
     {
-        "DATACLASS": ".client.typedcodecs",
-        "MSGPACK": ".client.typedcodecs",
-        "PYDANTIC": ".client.typedcodecs",
+        "DATACLASS": ".client.items.typedcodecs",
+        "MSGPACK": ".client.items.typedcodecs",
+        "PYDANTIC": ".client.items.typedcodecs",
         "Producer": ".client",
         "PullConsumer": ".client",
         "PushConsumer": ".client",
         "SimpleConsumer": ".client",
         "cancelled": ".client.push.workers",
         "connect": ".remote.store",
-        "fixed_queues": ".client.allocation",
+        "fixed_queues": ".client.group.allocation",
     },
 )
 

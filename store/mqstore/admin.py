@@ -20,18 +20,18 @@ import time
 from collections.abc import Callable
 
 from mqstore.broker.admin.bytes import inspect_file
-from mqstore.broker.admin.carve import carve
 from mqstore.broker.admin.compare import compare_stores
 from mqstore.broker.admin.contents import inspect_store
-from mqstore.broker.admin.cut import cut_messages, restore_cut
 from mqstore.broker.admin.offline import Offline, look, offline
 from mqstore.broker.admin.operations import of_directory as operations
+from mqstore.broker.admin.salvage.carve import carve
+from mqstore.broker.admin.salvage.cut import cut_messages, restore_cut
 from mqstore.broker.admin.search import Search
 from mqstore.broker.admin.usage import disk_usage
-from mqstore.broker.names import check_group, check_user_topic, queue_name, queue_topic, retry_topics
 from mqstore.broker.redelivery.dead_letters import DeadLetters
 from mqstore.broker.tables.configchecks import CONFIG_CHECKS
 from mqstore.broker.tables.groups import default_retry
+from mqstore.broker.tables.names import check_group, check_user_topic, queue_name, queue_topic, retry_topics
 from mqstore.client.send.preparing import check_options, options_of
 from mqstore.contract import Limits
 from mqstore.files.filesystem import REAL

@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, Unpack
 
-from mqstore.broker.filters.filter import Filter as Filter
 from mqstore.broker.items.state import Item as Item
 from mqstore.broker.items.state import ItemPage as ItemPage
 from mqstore.broker.items.state import Place as Place
@@ -36,15 +35,18 @@ from mqstore.broker.pop.orderinfo import BlockedQueue as BlockedQueue
 from mqstore.broker.pop.request import Delivery as Delivery
 from mqstore.broker.pop.request import Pending as Pending
 from mqstore.broker.pop.state import MAX_BATCH as MAX_BATCH
-from mqstore.broker.reading import Loss as Loss
-from mqstore.broker.reading import ReadResult as ReadResult
-from mqstore.broker.reading import Start as Start
+from mqstore.broker.reads.filters.filter import Filter as Filter
+from mqstore.broker.reads.reading import Loss as Loss
+from mqstore.broker.reads.reading import ReadResult as ReadResult
+from mqstore.broker.reads.reading import Start as Start
+from mqstore.broker.reads.waiting import Callback
+from mqstore.broker.reads.waiting import Waiter as Waiter
 from mqstore.broker.redelivery.attempt_journal import Address as Address
 from mqstore.broker.redelivery.attempt_journal import AttemptNotes as AttemptNotes
 from mqstore.broker.redelivery.attempt_journal import Suspects as Suspects
 from mqstore.broker.redelivery.dead_letters import DeadLetters as DeadLetters
-from mqstore.broker.router import SendOptions as SendOptions
-from mqstore.broker.selection import RoundRobin
+from mqstore.broker.routing.router import SendOptions as SendOptions
+from mqstore.broker.routing.selection import RoundRobin
 from mqstore.broker.tables.groups import GroupConfig as GroupConfig
 from mqstore.broker.tables.groups import RetryPolicy as RetryPolicy
 from mqstore.broker.tables.locks import QueueLock as QueueLock
@@ -58,8 +60,6 @@ from mqstore.broker.transactions.prepared import TransactionHandle as Transactio
 from mqstore.broker.transactions.service import NOT_ASKED as NOT_ASKED
 from mqstore.broker.transactions.service import NobodyAsked as NobodyAsked
 from mqstore.broker.transactions.service import Outcome
-from mqstore.broker.waiting import Callback
-from mqstore.broker.waiting import Waiter as Waiter
 from mqstore.clock import Clock
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message

@@ -227,7 +227,7 @@ class EvaluationError(MQStoreError, ValueError):
     """A property does not fit the value that it is compared with, such as `abc` and a number.
     `position` is the start of the comparison in the expression.
 
-    >>> from mqstore.broker.filters import sql92
+    >>> from mqstore.broker.reads.filters import sql92
     >>> try:
     ...     sql92.compile("n > 5").evaluate({"n": "abc"})
     ... except EvaluationError as error:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Generic
 
-from mqstore.client.codecs import T
-from mqstore.client.delivery import Task
+from mqstore.client.items.codecs import T
+from mqstore.client.pop.delivery import Task
 from mqstore.client.waits import Wait
 from mqstore.errors import ConfigError, QueueEmpty, QueueShutDown
 from mqstore.options import Duration, seconds

@@ -29,15 +29,15 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, cast
 
-from mqstore.broker.names import DEAD_LETTER, EXPIRY, queue_topic, retry_topic
-from mqstore.client.codecs import BYTES, Codec, T, encoded
-from mqstore.client.delivery import LeaseContext, Task, release, visibility_seconds
-from mqstore.client.groupsettings import begin_in, check_order, enter_group
+from mqstore.broker.tables.names import DEAD_LETTER, EXPIRY, queue_topic, retry_topic
+from mqstore.client.group.groupsettings import begin_in, check_order, enter_group
 from mqstore.client.interceptors import Settled
-from mqstore.client.itemoptions import BLOCKING, ItemOptions, put_item, queue_of, send_options
+from mqstore.client.items.codecs import BYTES, Codec, T, encoded
+from mqstore.client.items.itemoptions import BLOCKING, ItemOptions, put_item, queue_of, send_options
+from mqstore.client.items.queueitems import QueueItems
 from mqstore.client.limitedlog import LimitedLog
-from mqstore.client.popsource import pop_retries
-from mqstore.client.queueitems import QueueItems
+from mqstore.client.pop.delivery import LeaseContext, Task, release, visibility_seconds
+from mqstore.client.pop.popsource import pop_retries
 from mqstore.client.waits import Wait, Waits
 from mqstore.contract import MAX_BATCH, BrokerContract, DeadLetters, Delivery, RetryPolicy
 from mqstore.errors import (

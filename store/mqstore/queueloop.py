@@ -35,11 +35,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from mqstore.client.delivery import Task, release
 from mqstore.client.interceptors import Settled
+from mqstore.client.pop.delivery import Task, release
+from mqstore.client.pop.renewal import Held, Renewer
 from mqstore.client.push.handlers import check_handler, check_has_run
 from mqstore.client.push.workers import Worker, Workers, at_signals
-from mqstore.client.renewal import Held, Renewer
 from mqstore.errors import ConfigError, MQStoreError, QueueShutDown, StoreClosedError
 from mqstore.logger import log as _log
 from mqstore.options import UNIT_MS, Duration, check_whole, seconds

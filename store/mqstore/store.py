@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec
 from weakref import WeakSet
 
 from mqstore import client
-from mqstore.broker.names import is_system_topic
 from mqstore.broker.opening import CONFIG_CHECKS, Broker, findings
-from mqstore.client.codecs import Codec, T
+from mqstore.broker.tables.names import is_system_topic
+from mqstore.client.items.codecs import Codec, T
 from mqstore.closing import Closing
 from mqstore.contract import BrokerContract, DeadLetters, SendOptions
 from mqstore.errors import ConfigError, OffsetOutOfRangeError, ReadOnlyStoreError, TopicNotFoundError

@@ -1,4 +1,4 @@
-/* Writes many records at once: the counterpart of the end of store/mqstore/layout/encode.py. */
+/* Writes many records at once: the counterpart of the end of store/mqstore/layout/arrays/encode.py. */
 
 #include "native.h"
 

@@ -699,7 +699,7 @@ static PyObject *method_ack_at_once(PopFields *self, PyObject *const *args, Py_s
     return done < 0 ? NULL : PyLong_FromLong(done);
 }
 
-/* --- a lease (client/delivery.py) --- */
+/* --- a lease (client/pop/delivery.py) --- */
 
 typedef struct {
     PyObject_HEAD
@@ -775,8 +775,8 @@ static PyObject *lease_ack(LeaseFields *self, PyObject *nothing)
 }
 
 static PyMethodDef lease_methods[] = {
-    {"_get_at_once", (PyCFunction)(void (*)(void))lease_get, METH_FASTCALL | METH_CLASS, "Get: see client/delivery.py."},
-    {"_ack_at_once", (PyCFunction)lease_ack, METH_NOARGS, "Acknowledge: see client/delivery.py."},
+    {"_get_at_once", (PyCFunction)(void (*)(void))lease_get, METH_FASTCALL | METH_CLASS, "Get: see client/pop/delivery.py."},
+    {"_ack_at_once", (PyCFunction)lease_ack, METH_NOARGS, "Acknowledge: see client/pop/delivery.py."},
     {NULL},
 };
 

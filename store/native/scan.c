@@ -1,4 +1,4 @@
-/* Reads many records at once: the counterparts of functions in store/mqstore/layout/scan.py and columnar/arrow.py.
+/* Reads many records at once: the counterparts of functions in store/mqstore/layout/arrays/scan.py and columnar/arrow.py.
 
    The input may be damaged, on purpose: nothing reads outside the buffer, and every length is compared with the room that is
    left before it is used. */

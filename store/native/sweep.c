@@ -55,7 +55,7 @@ static int64_t number_of(Keys *keys, int64_t at, int64_t size, int64_t limit)
     return keys->last = keys->count++;
 }
 
-/* Rows of the tables that `sweep` fills, each as long as the table has room; layout/scan.py names them in this order. The length
+/* Rows of the tables that `sweep` fills, each as long as the table has room; layout/arrays/scan.py names them in this order. The length
    should not be a power of two: the rows would share few lines of the cache. */
 enum { POSITION, QUEUE_OFFSET, STORE_TIMESTAMP, PROPERTIES, PROPERTIES_SIZE, TOPIC_FIRST, TOPIC_SIZE, LONG_ROWS };
 enum { SIZE, QUEUE_ID, SYS_FLAG, TOPIC, TAIL, INT_ROWS };
@@ -100,7 +100,7 @@ static bool is_used_up(const uint8_t *at, const uint8_t *end)
     return blank || at == end;
 }
 
-/* Values of `checksums`; layout/scan.py names the last two in this order. */
+/* Values of `checksums`; layout/arrays/scan.py names the last two in this order. */
 enum { NOT_CHECKED, OF_RECORD, OF_BODY };
 
 /* sweep(buffer, start, stop, base, limit, checksums, populated, longs, ints, segment) -> (count, stop, topics, tails, populated)
@@ -293,7 +293,7 @@ static int by_key(const void *a, const void *b)
     return (left > right) - (left < right);
 }
 
-/* Rows of the table that `list` fills; layout/dispatch.py names them in this order. */
+/* Rows of the table that `list` fills; layout/arrays/dispatch.py names them in this order. */
 enum { TAGS_CODE, ROW, SLOT, QUEUE_TOPIC, QUEUE_NUMBER, QUEUE_END, QUEUE_FOLLOWS, LISTED_ROWS };
 enum { CACHE_LINE = 64, SOON = 16 };
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mqstore.broker.background.context import Parts
 from mqstore.broker.broker import Broker
-from mqstore.broker.context import Parts
 from mqstore.clock import SimulatedClock
 from tests.broker.popsupport import PopBench
 from tests.broker.support import Bench, new_parts, shrink_timer_log

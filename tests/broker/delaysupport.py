@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from mqstore import Message
-from mqstore.broker.context import Parts
+from mqstore.broker.background.context import Parts
 from mqstore.broker.delay.levels import DelayService
 from mqstore.broker.delay.timer import TimerService
-from mqstore.broker.names import SCHEDULE_TOPIC
+from mqstore.broker.tables.names import SCHEDULE_TOPIC
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.store import MessageStore
 from tests.broker.support import ServiceBench

@@ -15,10 +15,10 @@ import pytest
 from mqstore import SimulatedClock
 from mqstore.admin import inspect_store
 from mqstore.broker.delay.timer import TimerService
-from mqstore.broker.names import TIMER_TOPIC, QueueKey
-from mqstore.broker.pop.java import JavaTakeover
-from mqstore.broker.pop.log import PopLog
-from mqstore.broker.router import Router
+from mqstore.broker.pop.poplog.java import JavaTakeover
+from mqstore.broker.pop.poplog.log import PopLog
+from mqstore.broker.routing.router import Router
+from mqstore.broker.tables.names import TIMER_TOPIC, QueueKey
 from mqstore.broker.tables.offsets import OffsetTable
 from tests.broker.popsupport import POP_LOG_TOPIC, PopBench
 from tests.broker.support import new_parts

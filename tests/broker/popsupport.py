@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker.context import Parts
-from mqstore.broker.filters.filter import parse_filter
-from mqstore.broker.names import POP_LOG_KEY, QueueKey
-from mqstore.broker.pop import compaction
+from mqstore.broker.background.context import Parts
 from mqstore.broker.pop.batch import Batch
-from mqstore.broker.pop.log import PopLog
+from mqstore.broker.pop.poplog import compaction
+from mqstore.broker.pop.poplog.log import PopLog
 from mqstore.broker.pop.request import Delivery, PopRequest
 from mqstore.broker.pop.service import PopService
 from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
-from mqstore.broker.reading import Reads
+from mqstore.broker.reads.filters.filter import parse_filter
+from mqstore.broker.reads.reading import Reads
+from mqstore.broker.reads.waiting import Waiters
 from mqstore.broker.redelivery.retry import Retries
-from mqstore.broker.waiting import Waiters
+from mqstore.broker.tables.names import POP_LOG_KEY, QueueKey
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.store import MessageStore
 from tests.broker.support import ServiceBench, full

@@ -12,18 +12,18 @@ from typing import Any, Generic, Literal, Self, TypeVar
 import pytest
 
 from mqstore import Durability, Message, Profile, SimulatedClock, StoreConfig
+from mqstore.broker.background.context import Parts, open_parts, open_tables
+from mqstore.broker.background.service import BackgroundService
 from mqstore.broker.broker import Broker
-from mqstore.broker.context import Parts, open_parts, open_tables
 from mqstore.broker.delay.levels import DelayService
 from mqstore.broker.delay.timer import TimerService
-from mqstore.broker.names import QueueKey
-from mqstore.broker.service import BackgroundService
+from mqstore.broker.reads.waiting import Waiters
 from mqstore.broker.tables.members import Mode
-from mqstore.broker.waiting import Waiters
+from mqstore.broker.tables.names import QueueKey
 from mqstore.columnar.columns import ColumnReader
 from mqstore.errors import StoreFullError
 from mqstore.files.filesystem import FileSystem
-from mqstore.log import manifest
+from mqstore.log.directory import manifest
 from mqstore.log.reading.reader import StoreReader
 from mqstore.log.store import MessageStore
 from tests.faults import FaultyFileSystem

@@ -427,7 +427,7 @@ def test_delayed_messages_above_a_lowered_limit_are_delivered(bench: Bench, brok
 
 def test_error_of_a_delay_level_is_in_stats(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.broker.put("t", b"x", delay_level=1)
-    monkeypatch.setattr("mqstore.broker.router.Router.copy_many", full)
+    monkeypatch.setattr("mqstore.broker.routing.router.Router.copy_many", full)
     bench.jump(2_000)
     [(where, error)] = bench.broker.stats().errors.items()
     assert (where, error[:15]) == ("delay level 1", "StoreFullError:")

@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from mqstore import SimulatedClock, StoreConfig
+from mqstore.broker.background.context import Parts, open_tables
 from mqstore.broker.broker import Broker
-from mqstore.broker.context import Parts, open_tables
 from mqstore.broker.tables.configfile import ConfigFile
 from mqstore.errors import CorruptStoreError, StoreFullError
 from mqstore.files.filesystem import FileSystem

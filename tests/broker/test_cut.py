@@ -193,7 +193,7 @@ def test_a_restore_that_is_killed_anywhere_is_completed_once(tmp_path: Path, mon
         store = open_again(copy, fs)
         fs.crash(nth, torn=nth % 2 == 1)
         with monkeypatch.context() as patched:
-            patched.setattr("mqstore.broker.admin.cut.MessageStore", Mock(return_value=store))
+            patched.setattr("mqstore.broker.admin.salvage.cut.MessageStore", Mock(return_value=store))
             try:
                 restore_cut(copy)
             except Crash:

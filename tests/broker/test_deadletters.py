@@ -14,13 +14,13 @@ import pytest
 
 from mqstore import Message
 from mqstore.admin import DeadLetters
-from mqstore.broker.context import Parts
-from mqstore.broker.names import SCHEDULE_GROUP, QueueKey
+from mqstore.broker.background.context import Parts
+from mqstore.broker.background.retention import all_pins
+from mqstore.broker.background.service import oldest_of
 from mqstore.broker.redelivery.dead_letters import DeadLetterExpiry
 from mqstore.broker.redelivery.retry import Retries
-from mqstore.broker.retention import all_pins
-from mqstore.broker.router import Router
-from mqstore.broker.service import oldest_of
+from mqstore.broker.routing.router import Router
+from mqstore.broker.tables.names import SCHEDULE_GROUP, QueueKey
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, StoreFullError, TopicNotFoundError
 from tests.broker.support import START_MS, clock_of, full, messages_of, new_parts
 from tests.log.support import flip, kill

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 import mqstore
 from mqstore import Message, SimulatedClock, StoreConfig
+from mqstore.broker.background.retention import worth_rolling
 from mqstore.broker.delay.route import level_properties, parted, restored
-from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC
-from mqstore.broker.retention import worth_rolling
+from mqstore.broker.tables.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC
 from mqstore.errors import ConfigError, InvalidMessageError, StoreFullError
 from mqstore.layout.properties import decode_properties
 from mqstore.log.reading.records import RecordReader

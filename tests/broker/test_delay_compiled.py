@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from mqstore import Message
-from mqstore.broker import router
 from mqstore.broker.delay import levels as delay
-from mqstore.broker.names import HALF_TOPIC, SCHEDULE_TOPIC
+from mqstore.broker.routing import router
+from mqstore.broker.tables.names import HALF_TOPIC, SCHEDULE_TOPIC
 from mqstore.layout.properties import decode_properties
 from mqstore.log.writing import writer
 from tests.broker.delaysupport import Delays

@@ -12,8 +12,8 @@ import pytest
 
 from mqstore.admin import inspect_store
 from mqstore.broker.admin.inspect import group_names, lag_of, pop_view
+from mqstore.broker.background.context import open_tables
 from mqstore.broker.broker import Broker
-from mqstore.broker.context import open_tables
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from tests.faults import FaultyFileSystem
 from tests.log.support import open_store

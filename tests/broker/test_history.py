@@ -311,7 +311,7 @@ def test_handler_that_was_running_at_a_kill_has_failed(world: World, order: bool
 
 
 def test_folding_and_compaction_repeat_no_event(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mqstore.broker.pop.compaction._REPLAY_RECORDS", 4)
+    monkeypatch.setattr("mqstore.broker.pop.poplog.compaction._REPLAY_RECORDS", 4)
     world.put()
     world.pop()
     world.nack(3000)
@@ -328,7 +328,7 @@ def test_folding_and_compaction_repeat_no_event(world: World, monkeypatch: pytes
 
 
 def test_compaction_repeats_no_cancellation(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mqstore.broker.pop.compaction._REPLAY_RECORDS", 4)
+    monkeypatch.setattr("mqstore.broker.pop.poplog.compaction._REPLAY_RECORDS", 4)
     queue = world.store.queue("jobs")
     queue.put(b"held")
     receipt = queue.put(b"cancelled")

@@ -115,7 +115,7 @@ def test_reads_are_counted_by_group_and_queue(broker: Broker, bench: Bench) -> N
 
 def test_milliseconds_of_reads_add_up(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     now_ns = iter(range(0, 10**12, 300_000))  # each look at the clock 0.3 ms after the last
-    monkeypatch.setattr("mqstore.broker.reading.time.perf_counter_ns", lambda: next(now_ns))
+    monkeypatch.setattr("mqstore.broker.reads.reading.time.perf_counter_ns", lambda: next(now_ns))
     broker.put("t", b"x")
     for _ in range(10):
         broker.read("t", 0, 0, group="g")
@@ -355,7 +355,7 @@ def test_redeliveries_that_cannot_be_put_stay_overdue(
     broker.put_many("t", [b"x"] * 5)
     broker.pop("g", "t", 5, invisible=10)
 
-    monkeypatch.setattr("mqstore.broker.router.Router.copy_many", full)
+    monkeypatch.setattr("mqstore.broker.routing.router.Router.copy_many", full)
     bench.clock.advance(10_500)
     broker.run_once()
     assert "pop" in broker.stats().errors

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mqstore.broker.names import POP_LOG_GROUP, START_GROUP, QueueKey
+from mqstore.broker.tables.names import POP_LOG_GROUP, START_GROUP, QueueKey
 from mqstore.broker.tables.offsets import OffsetTable
 from mqstore.errors import ConfigError, ReadOnlyStoreError, StoreFullError, StoreIOError
 from mqstore.files.jsonfile import decode_json, encode_json

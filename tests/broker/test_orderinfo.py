@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.orderinfo import BlockedQueue, OrderInfo, OrderInfoTable, check_order_info
 from mqstore.broker.redelivery.attempt_journal import Suspects
+from mqstore.broker.tables.names import QueueKey
 from mqstore.files.jsonfile import decode_json, encode_json
 
 T0 = 1_000_000

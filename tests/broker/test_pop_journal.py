@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mqstore
-from mqstore.broker.pop import journal
+from mqstore.broker.pop.poplog import journal
 from mqstore.errors import MQStoreError, ReceiptExpiredError
 from mqstore.files.filesystem import FileSystem
 from tests.broker.popsupport import POP_LOG_TOPIC, PopBench, bodies, offsets

@@ -14,15 +14,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import mqstore
-from mqstore.broker.filters.filter import parse_filter
-from mqstore.broker.names import POP_LOG_TOPIC, QueueKey, pop_retry_topic
-from mqstore.broker.pop import journal, unordered
+from mqstore.broker.pop import unordered
 from mqstore.broker.pop.batch import Batch
 from mqstore.broker.pop.ordered import OrderedQueues
+from mqstore.broker.pop.poplog import journal
 from mqstore.broker.pop.request import Delivery
 from mqstore.broker.pop.state import QueueFields
 from mqstore.broker.pop.unordered import UnorderedQueues
-from mqstore.broker.waiting import Wanted
+from mqstore.broker.reads.filters.filter import parse_filter
+from mqstore.broker.reads.waiting import Wanted
+from mqstore.broker.tables.names import POP_LOG_TOPIC, QueueKey, pop_retry_topic
 from mqstore.errors import MQStoreError
 from mqstore.native import kernel
 from tests.broker.popsupport import DLQ, RETRY, PopBench, interrupted_puts, memory, orders

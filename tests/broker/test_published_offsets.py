@@ -13,9 +13,9 @@ import pytest
 from mqstore.broker.admin.contents import inspect_store
 from mqstore.broker.admin.inspect import PopView, group_names, lag_of
 from mqstore.broker.admin.operations import of_directory as operations
-from mqstore.broker.context import open_tables
-from mqstore.broker.names import START_GROUP, QueueKey
+from mqstore.broker.background.context import open_tables
 from mqstore.broker.tables.external_offsets import publish
+from mqstore.broker.tables.names import START_GROUP, QueueKey
 from mqstore.broker.tables.offsets import OffsetTable
 from mqstore.files.readonly_fs import QUIET
 from mqstore.log.reading.readonly import ReadOnlyMessageStore

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from mqstore import Message, RetryPolicy, SendReceipt
-from mqstore.broker.context import Parts
-from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
+from mqstore.broker.background.context import Parts
 from mqstore.broker.redelivery.reason import DLQ_REASON_BYTES
 from mqstore.broker.redelivery.retry import Retries
+from mqstore.broker.tables.names import SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError
 from mqstore.layout.properties import MAX_PROPERTIES_BYTES
 from tests.broker.support import START_MS, new_parts

@@ -17,9 +17,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mqstore import Durability, Profile
-from mqstore.broker.context import Parts
-from mqstore.broker.router import DelayedReceipt
-from mqstore.broker.uniquekey import new_unique_key
+from mqstore.broker.background.context import Parts
+from mqstore.broker.routing.router import DelayedReceipt
+from mqstore.broker.routing.uniquekey import new_unique_key
 from mqstore.errors import ConfigError, InvalidMessageError, MQStoreError
 from mqstore.files.filesystem import REAL
 from mqstore.files.segment import segment_name

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.broker.selection import RoundRobin, group_queue, java_selector_queue, jump_hash, siphash24
+from mqstore.broker.routing.selection import RoundRobin, group_queue, java_selector_queue, jump_hash, siphash24
 from mqstore.layout.javahash import java_hash
 from tests.waiting import in_threads
 

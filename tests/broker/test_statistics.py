@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mqstore import SimulatedClock
 from mqstore.broker.admin.statistics import Rate, Samples, Statistics
-from mqstore.broker.names import QueueKey
+from mqstore.broker.tables.names import QueueKey
 from tests.broker.scraping import scraped, series
 
 SECOND, MINUTE, HOUR = 1_000, 60_000, 3_600_000

@@ -32,7 +32,7 @@ from mqstore.broker.delay.timerfiles import (
     decode_unit,
     encode_unit,
 )
-from mqstore.broker.uniquekey import new_unique_key
+from mqstore.broker.routing.uniquekey import new_unique_key
 from mqstore.errors import FlushFailedError, InvalidMessageError, StoreIOError
 from mqstore.files.filesystem import REAL, FileSystem
 from tests.broker.support import START_MS

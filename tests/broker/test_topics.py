@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker.names import QueueKey
+from mqstore.broker.tables.names import QueueKey
 from mqstore.broker.tables.offsets import OffsetTable
 from mqstore.broker.tables.topics import TopicConfig, TopicTable
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, TopicNotFoundError

@@ -20,10 +20,10 @@ from typing import Any, cast
 import pytest
 
 from mqstore import SimulatedClock
-from mqstore.broker import waiting
-from mqstore.broker.context import Parts
-from mqstore.broker.filters.filter import parse_filter
-from mqstore.broker.waiting import ANY_QUEUE, Waiter, Waiters, Wanted
+from mqstore.broker.background.context import Parts
+from mqstore.broker.reads import waiting
+from mqstore.broker.reads.filters.filter import parse_filter
+from mqstore.broker.reads.waiting import ANY_QUEUE, Waiter, Waiters, Wanted
 from mqstore.errors import ConfigError, StoreBusyError, StoreClosedError
 from mqstore.log.reading.tagfilter import UnitFilter
 from mqstore.log.store import MessageStore

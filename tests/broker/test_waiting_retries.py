@@ -10,7 +10,7 @@ import pytest
 
 from mqstore.broker.admin import metrics
 from mqstore.broker.admin.inspect import lag_of, pop_view
-from mqstore.broker.context import open_tables
+from mqstore.broker.background.context import open_tables
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from tests.broker.support import Bench, messages_of
 

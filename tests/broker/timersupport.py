@@ -11,7 +11,7 @@ import pytest
 from mqstore.broker.delay.recall import recall_handle
 from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.delay.timerfiles import TimerLog
-from mqstore.broker.names import TIMER_TOPIC
+from mqstore.broker.tables.names import TIMER_TOPIC
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.store import MessageStore
 from tests.broker.support import START_MS, ServiceBench

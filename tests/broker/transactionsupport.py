@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP, QueueKey
+from mqstore.broker.tables.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP, QueueKey
 from mqstore.broker.transactions.service import NOT_ASKED, TransactionHandle, Transactions
 from mqstore.log.writing.writer import AppendHandle
 from tests.broker.support import ServiceBench, full

@@ -13,7 +13,7 @@ import pytest
 from mqstore import Interceptor, Message, PushConsumer, QueueRef
 from mqstore.broker import opening
 from mqstore.broker.broker import Broker
-from mqstore.broker.names import QueueKey
+from mqstore.broker.tables.names import QueueKey
 from mqstore.client.push.assignment import Assignment
 from mqstore.client.push.handler_call import Handling
 from mqstore.files.filesystem import FileSystem

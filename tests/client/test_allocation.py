@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore import QueueRef, fixed_queues
-from mqstore.client.allocation import STRATEGIES, Strategy, avg, circle, strategy_named
+from mqstore.client.group.allocation import STRATEGIES, Strategy, avg, circle, strategy_named
 from mqstore.errors import ConfigError
 
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from mqstore import PullConsumer, PushConsumer, QueueRef, RetryPolicy, SimulatedClock
+from mqstore.broker.background.service import BackgroundService
 from mqstore.broker.broker import Broker
-from mqstore.broker.service import BackgroundService
 from mqstore.broker.tables.external_offsets import publish
 from mqstore.errors import StoreClosedError, StoreFullError
 from mqstore.files.filesystem import FileSystem

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mqstore.client.allocation import avg
+from mqstore.client.group.allocation import avg
 from mqstore.contract import BrokerContract, SendOptions
 from mqstore.errors import FormatError
 from mqstore.log.commitlog import QueueRef

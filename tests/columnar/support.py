@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from mqstore import SimulatedClock, StoreConfig
 from mqstore.columnar.columns import ColumnReader
 from mqstore.columnar.rows import Policy
-from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.plan import plan
-from mqstore.jobs.tasks import read_slices
+from mqstore.jobs.options.options import SourceOptions
+from mqstore.jobs.reading.plan import plan
+from mqstore.jobs.reading.tasks import read_slices
 from mqstore.layout.hosts import LOCAL_HOST, encode_host
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import encode_blank

@@ -20,7 +20,7 @@ from mqstore.columnar.columns import COLUMNS, ColumnReader, arrow_schema, defaul
 from mqstore.columnar.rows import Policy
 from mqstore.engine import Finding
 from mqstore.errors import ConfigError, CorruptStoreError, TopicNotFoundError
-from mqstore.layout import scan
+from mqstore.layout.arrays import scan
 from mqstore.layout.record import BODY_AT_V4
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore

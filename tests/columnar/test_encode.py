@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore import SendReceipt, SimulatedClock, StoreConfig
-from mqstore.broker.context import Parts, open_parts
-from mqstore.broker.selection import group_queue
+from mqstore.broker.background.context import Parts, open_parts
+from mqstore.broker.routing.selection import group_queue
 from mqstore.columnar.encode import Encoder, derived_prefix
 from mqstore.columnar.inputs import INPUTS, Rules, TopicRule, check_columns
 from mqstore.errors import ConfigError, InvalidMessageError

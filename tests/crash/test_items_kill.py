@@ -26,7 +26,7 @@ import pytest
 
 import mqstore
 from mqstore import QueueEmpty, RetryPolicy, SimulatedClock, StoreConfig
-from mqstore.broker.pop import journal
+from mqstore.broker.pop.poplog import journal
 from mqstore.errors import ConfigError
 from tests.children import killed_child
 from tests.client.support import advance, settle

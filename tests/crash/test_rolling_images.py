@@ -22,13 +22,13 @@ from typing import Any
 import pytest
 
 from mqstore import Retention, SimulatedClock, StoreConfig
-from mqstore.broker import retention
-from mqstore.broker.context import Parts, open_parts
+from mqstore.broker.background import retention
+from mqstore.broker.background.context import Parts, open_parts
+from mqstore.broker.background.retention import RetentionService
+from mqstore.broker.background.service import Roller
 from mqstore.broker.delay.levels import DelayService
 from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.redelivery.retry import Retries
-from mqstore.broker.retention import RetentionService
-from mqstore.broker.service import Roller
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore

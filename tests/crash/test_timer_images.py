@@ -22,7 +22,7 @@ import pytest
 from mqstore import SimulatedClock
 from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.delay.timercheck import Progress
-from mqstore.broker.names import TIMER_TOPIC
+from mqstore.broker.tables.names import TIMER_TOPIC
 from mqstore.files.filesystem import FileSystem
 from tests.broker.support import ServiceBench, shrink_timer_log
 from tests.crash.campaign import Campaign

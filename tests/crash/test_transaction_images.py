@@ -23,9 +23,9 @@ from typing import Any
 import pytest
 
 from mqstore import Durability, Message
-from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, QueueKey
-from mqstore.broker.retention import all_pins
-from mqstore.broker.service import oldest_of
+from mqstore.broker.background.retention import all_pins
+from mqstore.broker.background.service import oldest_of
+from mqstore.broker.tables.names import HALF_TOPIC, OP_TOPIC, QueueKey
 from mqstore.broker.transactions.prepared import CHECK_EVERY_MS, TransactionHandle
 from mqstore.broker.transactions.service import Transactions
 from tests.broker.support import ServiceBench

@@ -13,9 +13,9 @@ from mqstore.clock import SYSTEM_CLOCK
 from mqstore.columnar.encode import Encoded, Encoder
 from mqstore.engine import Clock
 from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.jobs.options import SinkOptions
-from mqstore.jobs.publish import Commit, commit, make_member, plan_target
-from mqstore.jobs.staging import ShardInfo, transaction_folder, write_shards
+from mqstore.jobs.options.options import SinkOptions
+from mqstore.jobs.writing.publish import Commit, commit, make_member, plan_target
+from mqstore.jobs.writing.staging import ShardInfo, transaction_folder, write_shards
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from tests.log.support import all_queues
 

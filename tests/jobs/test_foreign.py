@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mqstore.jobs import select, verify
-from mqstore.jobs.plan import QueueSlice, plan
+from mqstore.jobs.reading.plan import QueueSlice, plan
 from tests.columnar.support import read_all, rows_of
 
 

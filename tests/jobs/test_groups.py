@@ -13,11 +13,11 @@ import pytest
 import mqstore as library
 from mqstore import SimulatedClock
 from mqstore.admin import offline, operations
-from mqstore.broker.names import QueueKey
+from mqstore.broker.tables.names import QueueKey
 from mqstore.errors import ConfigError
 from mqstore.jobs import dlq_report, dlq_resend, lag_report, select, trace
-from mqstore.jobs.opening import StoreName
-from mqstore.jobs.options import SourceOptions
+from mqstore.jobs.options.options import SourceOptions
+from mqstore.jobs.reading.opening import StoreName
 from mqstore.jobs.views import view_batch
 from tests.conftest import Golden
 from tests.tools.brokers import broker

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 import mqstore as library
 from mqstore import OutgoingMessage
-from mqstore.jobs import keyindex
-from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.plan import QueueSlice, plan
-from mqstore.jobs.tasks import read_slices
+from mqstore.jobs.options.options import SourceOptions
+from mqstore.jobs.reading import keyindex
+from mqstore.jobs.reading.plan import QueueSlice, plan
+from mqstore.jobs.reading.tasks import read_slices
 from mqstore.layout.checkpoint import decode, encode
 from tests.columnar.support import Odd, many, odd_records, read_all, rows_of, write_store
 from tests.conftest import Golden

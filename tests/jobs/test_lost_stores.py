@@ -14,10 +14,10 @@ import pytest
 from mqstore import SimulatedClock
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.jobs import errors
-from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.plan import Slice, plan
-from mqstore.jobs.progress import StreamProgress
-from mqstore.jobs.tasks import read_slices
+from mqstore.jobs.options.options import SourceOptions
+from mqstore.jobs.reading.plan import Slice, plan
+from mqstore.jobs.reading.progress import StreamProgress
+from mqstore.jobs.reading.tasks import read_slices
 from mqstore.jobs.views import view_batch, view_stores
 from tests.columnar.support import Odd, crashed_store, write_store
 from tests.log.support import open_store

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from mqstore.errors import ConfigError
-from mqstore.jobs.options import ANY, SINK_OPTIONS, SOURCE_OPTIONS, Key, SinkOptions, SourceOptions
-from mqstore.jobs.optiontable import unknown_option
-from mqstore.jobs.plan import stores_of
+from mqstore.jobs.options.options import ANY, SINK_OPTIONS, SOURCE_OPTIONS, Key, SinkOptions, SourceOptions
+from mqstore.jobs.options.optiontable import unknown_option
+from mqstore.jobs.reading.plan import stores_of
 from mqstore.jobs.views import VIEWS
 
 

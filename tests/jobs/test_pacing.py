@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import mqstore as library
-from mqstore.jobs.options import Key, Offsets, SourceOptions
-from mqstore.jobs.progress import Costs, Limit, admit, costs_of
+from mqstore.jobs.options.options import Key, Offsets, SourceOptions
+from mqstore.jobs.reading.progress import Costs, Limit, admit, costs_of
 from tests.columnar.support import Odd, many, write_store
 from tests.holding import linux_only, open_files
 from tests.log.support import open_store

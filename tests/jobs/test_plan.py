@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 
 from mqstore import SimulatedClock, StoreConfig
 from mqstore.broker.admin.offline import offline
-from mqstore.broker.names import QueueKey
+from mqstore.broker.tables.names import QueueKey
 from mqstore.errors import ConfigError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
-from mqstore.jobs import plan as module
-from mqstore.jobs.opening import StoreName
-from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.plan import LogSlice, QueueSlice, Slice, Weighed, partitions, plan, stores_of
-from mqstore.jobs.progress import StreamProgress
-from mqstore.jobs.store_set import SET_FILE
-from mqstore.jobs.tasks import read_slices
+from mqstore.jobs.options.options import SourceOptions
+from mqstore.jobs.reading import plan as module
+from mqstore.jobs.reading.opening import StoreName
+from mqstore.jobs.reading.plan import LogSlice, QueueSlice, Slice, Weighed, partitions, plan, stores_of
+from mqstore.jobs.reading.progress import StreamProgress
+from mqstore.jobs.reading.store_set import SET_FILE
+from mqstore.jobs.reading.tasks import read_slices
 from mqstore.jobs.views import view_batch
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore

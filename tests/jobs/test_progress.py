@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore import SimulatedClock
-from mqstore.broker.context import open_tables
+from mqstore.broker.background.context import open_tables
 from mqstore.errors import ConfigError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
-from mqstore.jobs.options import Key, SourceOptions
-from mqstore.jobs.progress import Limit, StreamProgress, decode_offset, encode_offset
-from mqstore.jobs.tasks import read_slices
-from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.jobs.options.options import Key, SourceOptions
+from mqstore.jobs.reading.progress import Limit, StreamProgress, decode_offset, encode_offset
+from mqstore.jobs.reading.tasks import read_slices
+from mqstore.log.derived.consumequeue import ConsumeQueue
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from tests.columnar.support import exported, many, write_store

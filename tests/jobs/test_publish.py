@@ -20,8 +20,8 @@ import pytest
 
 import mqstore
 from mqstore import QueueRef, SimulatedClock, StoreConfig
+from mqstore.broker.background.context import open_parts, open_tables
 from mqstore.broker.broker import Broker
-from mqstore.broker.context import open_parts, open_tables
 from mqstore.broker.tables.offsets import OffsetTable
 from mqstore.errors import (
     ConfigError,
@@ -34,10 +34,10 @@ from mqstore.errors import (
 )
 from mqstore.files.filesystem import REAL
 from mqstore.files.lock import WriterLock
-from mqstore.jobs.options import SinkOptions, SourceOptions
-from mqstore.jobs.plan import stores_of
-from mqstore.jobs.publish import Commit, abort, clean_target, commit, plan_target
-from mqstore.jobs.staging import STAGING, transaction_folder
+from mqstore.jobs.options.options import SinkOptions, SourceOptions
+from mqstore.jobs.reading.plan import stores_of
+from mqstore.jobs.writing.publish import Commit, abort, clean_target, commit, plan_target
+from mqstore.jobs.writing.staging import STAGING, transaction_folder
 from mqstore.log.bulk.txn import read_txn
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore

@@ -10,7 +10,7 @@ import pytest
 
 from mqstore import SimulatedClock
 from mqstore.admin import DeadLetters
-from mqstore.broker.context import open_tables
+from mqstore.broker.background.context import open_tables
 from mqstore.errors import ConfigError, FilterError, InvalidMessageError, StoreLockedError
 from mqstore.jobs import dlq_report, dlq_resend, select
 from mqstore.log.reading.readonly import ReadOnlyMessageStore

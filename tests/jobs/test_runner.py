@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mqstore.errors import ConfigError, CorruptStoreError, OffsetOutOfRangeError, StoreIOError
-from mqstore.jobs.opening import StoreName
+from mqstore.jobs.reading.opening import StoreName
 from mqstore.jobs.runner import Runner
 
 NAMES = [StoreName(str(number), f"/stores/{number}") for number in range(3)]

@@ -20,8 +20,8 @@ import mqstore.jobs
 import mqstore.spark
 from mqstore.errors import ConfigError
 from mqstore.jobs import export_parquet, lag_report, select, traffic_report, verify
+from mqstore.jobs.options.selection import Shaped
 from mqstore.jobs.runner import pack
-from mqstore.jobs.selection import Shaped
 from mqstore.spark.queries import columns_of
 from tests.columnar.support import many, write_store
 

@@ -16,13 +16,13 @@ from mqstore import MQStoreError
 from mqstore.columnar.columns import default_columns
 from mqstore.columnar.rows import Policy
 from mqstore.errors import OffsetOutOfRangeError, TopicNotFoundError
-from mqstore.jobs import tasks
-from mqstore.jobs.opening import StoreName
-from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.plan import QueueSlice
-from mqstore.jobs.progress import StreamProgress
-from mqstore.jobs.tasks import read_slices
-from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.jobs.options.options import SourceOptions
+from mqstore.jobs.reading import tasks
+from mqstore.jobs.reading.opening import StoreName
+from mqstore.jobs.reading.plan import QueueSlice
+from mqstore.jobs.reading.progress import StreamProgress
+from mqstore.jobs.reading.tasks import read_slices
+from mqstore.log.derived.consumequeue import ConsumeQueue
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from tests.columnar.support import Odd, many, odd_records, rows_of, write_store
 from tests.jobs.damages import DAMAGES

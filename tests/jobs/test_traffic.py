@@ -15,8 +15,8 @@ import mqstore as library
 from mqstore import Message
 from mqstore.errors import ConfigError, CorruptStoreError
 from mqstore.jobs import select, traffic_report
-from mqstore.jobs.opening import StoreName
-from mqstore.jobs.options import SourceOptions
+from mqstore.jobs.options.options import SourceOptions
+from mqstore.jobs.reading.opening import StoreName
 from mqstore.jobs.traffic import TrafficReport
 from mqstore.jobs.views import view_batch
 from tests.columnar.support import Odd, many, odd_records, write_store

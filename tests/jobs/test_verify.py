@@ -17,14 +17,15 @@ from hypothesis import strategies as st
 from mqstore.engine import Finding
 from mqstore.errors import ConfigError
 from mqstore.files.lock import writer_alive
-from mqstore.jobs import opening, recover, verify, verifying
-from mqstore.jobs.opening import StoreName
-from mqstore.jobs.options import SourceOptions
+from mqstore.jobs import recover, verify, verifying
+from mqstore.jobs.options.options import SourceOptions
+from mqstore.jobs.reading import opening
+from mqstore.jobs.reading.opening import StoreName
 from mqstore.jobs.verifying import VerifyReport
 from mqstore.jobs.views import view_batch
-from mqstore.layout.scan import find_next
+from mqstore.layout.arrays.scan import find_next
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
-from mqstore.log.recovery import scanner
+from mqstore.log.recovery.scanning import scanner
 from mqstore.log.recovery.verify import verified_ranges
 from mqstore.options import Profile
 from tests.columnar.support import SEGMENT, Odd, many, write_store

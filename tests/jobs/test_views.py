@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker.context import open_parts
+from mqstore.broker.background.context import open_parts
 from mqstore.errors import NotAStoreError, TopicNotFoundError
 from mqstore.jobs import select
-from mqstore.jobs.opening import StoreName
-from mqstore.jobs.options import SourceOptions
+from mqstore.jobs.options.options import SourceOptions
+from mqstore.jobs.reading.opening import StoreName
 from mqstore.jobs.views import VIEWS, view_batch, view_stores
 from mqstore.spark import create_views
 from tests.columnar.support import many, write_store

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.layout.dispatch import FEW_RECORDS, SCHEDULE_TOPIC, Output, few, rows_of, tags_code_at
+from mqstore.layout.arrays.dispatch import FEW_RECORDS, SCHEDULE_TOPIC, Output, few, rows_of, tags_code_at
+from mqstore.layout.arrays.scan import Headers, walk
 from mqstore.layout.record import INNER_BATCH, MAGIC_V1, MAGIC_V2, encode_blank
-from mqstore.layout.scan import Headers, walk
 
 LEVELS_MS = (1_000, 5_000, 10_000)
 BASE = 3 << 26

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.layout.encode import encode_records
+from mqstore.layout.arrays.encode import encode_records
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import MAGIC_V1, MAGIC_V2, Checksum

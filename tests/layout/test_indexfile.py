@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from mqstore.errors import FormatError
 from mqstore.layout import indexfile
+from mqstore.layout.arrays.scan import walk
 from mqstore.layout.indexfile import (
     ENTRY_BYTES,
     HEADER_BYTES,
@@ -29,7 +30,6 @@ from mqstore.layout.indexfile import (
 from mqstore.layout.javahash import index_hash
 from mqstore.layout.properties import decode_properties
 from mqstore.layout.record import TRANSACTION_MASK, TRANSACTION_ROLLBACK, Record, decode_record
-from mqstore.layout.scan import walk
 from tests.conftest import GoldenStore
 
 SHAPES = {"clean": (53, 200), "crashed": (53, 200), "propcrc": (53, 200), "rolled": (17, 60), "trimmed": (17, 60)}

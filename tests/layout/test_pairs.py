@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.layout.pairs import Pairs
+from mqstore.layout.arrays.pairs import Pairs
 from mqstore.layout.properties import decode_properties
 from mqstore.native import kernel
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.errors import FormatError
-from mqstore.layout.encode import encode_copies
+from mqstore.layout.arrays.encode import encode_copies
 from mqstore.layout.hosts import IPV4_BYTES, decode_host, encode_host
 from mqstore.layout.properties import decode_crc_tail, decode_properties, encode_properties
 from mqstore.layout.record import (
@@ -131,7 +131,7 @@ def in_segment(record: bytes) -> bytes:
 def test_copy_has_the_checksum_of_its_own_bytes(monkeypatch: pytest.MonkeyPatch, is_compiled: bool) -> None:
     """Without compiled parts it was that of bytes with the source's checksum: every redelivered message was lost."""
     if not is_compiled:
-        monkeypatch.setattr("mqstore.layout.encode.kernel", None)
+        monkeypatch.setattr("mqstore.layout.arrays.encode.kernel", None)
     record = decode_record(WORKED_BYTES_MQSTORE)
     assert copy_of(WORKED_BYTES_MQSTORE, record, "crc32c-record") == WORKED_BYTES_MQSTORE
 

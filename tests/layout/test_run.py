@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.layout.dispatch import Rows, rows_of
+from mqstore.layout.arrays.dispatch import Rows, rows_of
+from mqstore.layout.arrays.scan import Headers, content_end, read_run
 from mqstore.layout.javahash import index_hash, java_hash
 from mqstore.layout.record import Checksum, check_record, encode_blank
-from mqstore.layout.scan import Headers, content_end, read_run
 from mqstore.native import kernel
 from tests.records import encode_record
 from tests.without import compiled, compiled_parts_left_out

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.layout import scan
+from mqstore.layout.arrays import scan
+from mqstore.layout.arrays.scan import Headers, check_place, content_end, find_next, topic_is, verify, walk
 from mqstore.layout.record import MAGIC_V1, MAGIC_V2, Checksum, check_record, decode_record, encode_blank
-from mqstore.layout.scan import Headers, check_place, content_end, find_next, topic_is, verify, walk
 from tests.records import encode_record
 
 CHECKSUMS: list[Checksum] = ["crc32c-record", "crc32-body"]

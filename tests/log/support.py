@@ -20,10 +20,10 @@ from mqstore.files.filesystem import FileSystem, StrPath
 from mqstore.jobs import recover
 from mqstore.layout.checkpoint import Checkpoint, decode
 from mqstore.log import commitlog
+from mqstore.log.directory.store_files import CheckpointFile
 from mqstore.log.reading.reader import StoreReader
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
-from mqstore.log.store_files import CheckpointFile
 from mqstore.log.writing.dispatcher import Dispatcher
 
 __all__ = [

@@ -11,7 +11,7 @@ import pytest
 
 from mqstore import Message, Profile
 from mqstore.errors import InvalidMessageError, StoreFullError
-from mqstore.layout.dispatch import SCHEDULE_TOPIC
+from mqstore.layout.arrays.dispatch import SCHEDULE_TOPIC
 from mqstore.layout.properties import decode_properties, encode_properties
 from mqstore.log.store import MessageStore
 from mqstore.log.writing.outgoing import Copy

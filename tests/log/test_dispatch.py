@@ -20,7 +20,7 @@ import pytest
 from mqstore import OutgoingMessage, SimulatedClock, StoreConfig
 from mqstore.errors import StoreFullError, StoreIOError
 from mqstore.layout.hosts import encode_host
-from mqstore.log import index as index_module
+from mqstore.log.derived import index as index_module
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.store import MessageStore

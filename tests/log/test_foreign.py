@@ -22,10 +22,10 @@ import pytest
 
 from mqstore import StoreConfig
 from mqstore.errors import InvalidMessageError
+from mqstore.layout.arrays.dispatch import few, light_queues, rows_of
+from mqstore.layout.arrays.scan import Headers, walk
 from mqstore.layout.consumequeue import LAST_ADDRESS
-from mqstore.layout.dispatch import few, light_queues, rows_of
 from mqstore.layout.properties import encode_properties
-from mqstore.layout.scan import Headers, walk
 from mqstore.log.reading.directory import walk_queue
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store

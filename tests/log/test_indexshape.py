@@ -9,7 +9,7 @@ import pytest
 
 from mqstore.files.filesystem import REAL
 from mqstore.layout.indexfile import file_bytes, put_entries
-from mqstore.log.indexshape import shape_of, shape_of_file
+from mqstore.log.derived.indexshape import shape_of, shape_of_file
 from tests.conftest import GoldenStore
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from mqstore import Durability, OutgoingMessage, SendReceipt, SimulatedClock, Store, StoreConfig, native
 from mqstore.broker.broker import Broker
-from mqstore.broker.router import Router
+from mqstore.broker.routing.router import Router
 from mqstore.errors import ConfigError, InvalidMessageError, StoreClosedError
 from mqstore.log import commitlog as commitlog_module
 from mqstore.log.store import MessageStore

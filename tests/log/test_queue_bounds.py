@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from mqstore.clock import SYSTEM_CLOCK
 from mqstore.files.filesystem import REAL, FileSystem, StrPath
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, VOID_UNIT
-from mqstore.log.consumequeue import ConsumeQueue, QueueTable
-from mqstore.log.manifest import sizes_found
-from mqstore.log.store_files import StoreParts
+from mqstore.log.derived.consumequeue import ConsumeQueue, QueueTable
+from mqstore.log.directory.manifest import sizes_found
+from mqstore.log.directory.store_files import StoreParts
 from mqstore.options import StoreConfig
 
 RECORD = 100

@@ -15,8 +15,8 @@ from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.indexfile import IndexHeader
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
-from mqstore.log.recovery import scanner
-from mqstore.log.recovery.scanner import Bad, End, Good, record_at, scan_log, scan_segment
+from mqstore.log.recovery.scanning import scanner
+from mqstore.log.recovery.scanning.scanner import Bad, End, Good, record_at, scan_log, scan_segment
 from mqstore.log.store import MessageStore
 from tests.log.support import overwrite
 

@@ -661,7 +661,7 @@ def test_nothing_is_deleted_for_half_a_splice(tmp_path: Path, monkeypatch: pytes
         usage.f_bfree = usage.f_bavail = 8 - len(store.log_files.starts)
         return usage
 
-    monkeypatch.setattr("mqstore.log.retention.os", SimpleNamespace(statvfs=statvfs))
+    monkeypatch.setattr("mqstore.log.writing.retention.os", SimpleNamespace(statvfs=statvfs))
     shard = stage(tmp_path / "shard", [Row(b"x" * 1000) for _ in range(8)])
 
     def clean() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import mqstore
 from mqstore import OutgoingMessage, QueueRef, RetryPolicy, errors
-from mqstore.broker.filters.filter import Filter, parse_filter
+from mqstore.broker.reads.filters.filter import Filter, parse_filter
 from mqstore.contract import NOT_ASKED, BlockedQueue, GroupConfig, Mode, NobodyAsked, TopicConfig, TransactionHandle
 from mqstore.errors import ConfigError, FormatError, MQStoreError
 from mqstore.options import Duration

@@ -20,7 +20,7 @@ def store(mq_store: Store) -> Store:
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pull that finds nothing and may not wait is answered a second later. Here after 10 ms."""
-    monkeypatch.setattr("mqstore.serve.pull._NO_WAIT_MS", 10)
+    monkeypatch.setattr("mqstore.serve.requests.pull._NO_WAIT_MS", 10)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 import mqstore
 from mqstore.remoting.codes import Code
 from mqstore.remoting.frames import Frame
-from mqstore.serve import groups, pop, pull, routes, send, transactions
+from mqstore.serve.requests import groups, pop, pull, routes, send, transactions
 from tests.serve.support import HEART_BEAT, LITE_PULL, ORDERS, PULL, PULL_ORDERS, SEND, Client, serving
 
 VERSION_4_1 = 201

@@ -178,7 +178,7 @@ def test_pulls_above_the_limit_are_answered_late_instead_of_waiting(
     store: Store, limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An answer at once would make a Java client pull again at once."""
-    monkeypatch.setattr("mqstore.serve.pull._NO_WAIT_MS", 200)
+    monkeypatch.setattr("mqstore.serve.requests.pull._NO_WAIT_MS", 200)
     wait = PULL_ORDERS | {"sysFlag": 6, "suspendTimeoutMillis": 60_000}
     store.broker.groups.create("billing")
     with serving(store, limits=limits) as address, Client(address) as client:

@@ -17,10 +17,10 @@ import mqstore
 from mqstore import QueueRef, StoreConfig
 from mqstore.errors import ConfigError, CorruptStoreError
 from mqstore.jobs import export_parquet
-from mqstore.jobs.opening import StoreName
-from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.plan import plan
-from mqstore.jobs.tasks import read_slices
+from mqstore.jobs.options.options import SourceOptions
+from mqstore.jobs.reading.opening import StoreName
+from mqstore.jobs.reading.plan import plan
+from mqstore.jobs.reading.tasks import read_slices
 from mqstore.jobs.views import VIEWS, view_batch
 from mqstore.log.store import MessageStore
 from tests.columnar.support import SEGMENT, Odd, many, query, rows_of, write_store

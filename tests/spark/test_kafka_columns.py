@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from mqstore.broker.selection import group_queue
+from mqstore.broker.routing.selection import group_queue
 from mqstore.columnar.encode import Encoder
 from mqstore.columnar.inputs import Rules
 from mqstore.errors import InvalidMessageError

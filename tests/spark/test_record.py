@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore import StoreConfig
-from mqstore.broker.names import is_system_topic
+from mqstore.broker.tables.names import is_system_topic
 from mqstore.columnar.encode import Encoder
 from mqstore.columnar.inputs import Rules, TopicRule
 from mqstore.columnar.rows import Policy
 from mqstore.errors import CorruptStoreError, InvalidMessageError
-from mqstore.jobs.options import SinkOptions
-from mqstore.jobs.publish import Commit, commit
+from mqstore.jobs.options.options import SinkOptions
+from mqstore.jobs.writing.publish import Commit, commit
 from mqstore.layout.properties import CRC_TAIL_BYTES, decode_crc_tail, encode_properties
 from mqstore.layout.record import Record, decode_record
 from mqstore.log.reading.readonly import ReadOnlyMessageStore

@@ -203,7 +203,7 @@ def test_overwriting_a_store_has_to_be_confirmed(spark: Any, tmp_path: Path) -> 
 
     again.option("confirmOverwrite", "true").save(path)
     with MessageStore(tmp_path / "s") as store:
-        from mqstore.broker.context import open_parts
+        from mqstore.broker.background.context import open_parts
 
         left = sum(store.offsets(*ref)[1] - open_parts(store).offsets.start_of(*ref) for ref in store.queues("t"))
     assert left == 3

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mqstore.broker.admin.inspect import PopView, lag_of
-from mqstore.broker.context import open_parts, open_tables
+from mqstore.broker.background.context import open_parts, open_tables
 from mqstore.errors import ConfigError
 from mqstore.files.readonly_fs import QUIET
 from mqstore.log.reading.readonly import ReadOnlyMessageStore

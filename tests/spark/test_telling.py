@@ -13,9 +13,9 @@ import pytest
 
 from mqstore.errors import ConfigError, StoreIOError
 from mqstore.jobs.errors import of_store, plain_errors
-from mqstore.jobs.opening import StoreName, open_store
-from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.plan import plan
+from mqstore.jobs.options.options import SourceOptions
+from mqstore.jobs.reading.opening import StoreName, open_store
+from mqstore.jobs.reading.plan import plan
 from mqstore.log.reading.change_feed import FileFeed
 from tests.columnar.support import many, write_store
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from mqstore import SimulatedClock, StoreConfig
 from mqstore.broker.admin.inspect import lag_of, pop_view
+from mqstore.broker.background.context import Tables, open_tables
 from mqstore.broker.broker import Broker
-from mqstore.broker.context import Tables, open_tables
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 

@@ -13,7 +13,7 @@ import pytest
 import mqstore as library
 from examples import shop
 from mqstore import SimulatedClock, StoreConfig
-from mqstore.broker.admin import carve as carving
+from mqstore.broker.admin.salvage import carve as carving
 from mqstore.engine import StoreFiles
 from tests.log.support import flip
 from tests.records import encode_record

@@ -14,7 +14,7 @@ import pytest
 
 from mqstore import StoreConfig
 from mqstore.admin import restore_cut
-from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
+from mqstore.broker.tables.names import SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.columnar.columns import ColumnReader
 from mqstore.columnar.rows import Policy
 from mqstore.errors import CorruptStoreError

@@ -10,7 +10,7 @@ import pytest
 
 import mqstore as library
 from mqstore.errors import ConfigError
-from mqstore.log.consumequeue import ConsumeQueue, QueueTable
+from mqstore.log.derived.consumequeue import ConsumeQueue, QueueTable
 from tests.tools.brokers import broker, tables
 from tests.tools.support import mqstore, mqstore_json
 

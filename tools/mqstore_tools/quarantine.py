@@ -1,4 +1,4 @@
-"""`mqstore quarantine`: list, print and restore messages that recovery has cut (`mqstore.broker.admin.cut`)."""
+"""`mqstore quarantine`: list, print and restore messages that recovery has cut (`mqstore.broker.admin.salvage.cut`)."""
 
 from __future__ import annotations
 

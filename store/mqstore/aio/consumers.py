@@ -20,9 +20,9 @@ from typing import Any, Generic, Self, TypeVar
 from mqstore import contract
 from mqstore.aio.base import AsyncBase, Closable, Value, called, like, limit, paged
 from mqstore.aio.loop_thread import LoopThread
-from mqstore.client import delivery, simpleconsumer
-from mqstore.client.codecs import T
-from mqstore.client.delivery import release
+from mqstore.client.items.codecs import T
+from mqstore.client.pop import delivery, simpleconsumer
+from mqstore.client.pop.delivery import release
 from mqstore.client.pull import consumer as pullconsumer
 from mqstore.errors import MQStoreError
 from mqstore.log.commitlog import QueueRef

@@ -25,10 +25,10 @@ from mqstore import queue
 from mqstore.aio.base import Value, called, like, limit, paged
 from mqstore.aio.consumers import DeadLetters, Receiver, Task
 from mqstore.aio.loop_thread import LoopThread
-from mqstore.client.codecs import T
-from mqstore.client.delivery import Task as SyncTask
-from mqstore.client.delivery import release
-from mqstore.client.itemoptions import BLOCKING, ItemOptions, send_options
+from mqstore.client.items.codecs import T
+from mqstore.client.items.itemoptions import BLOCKING, ItemOptions, send_options
+from mqstore.client.pop.delivery import Task as SyncTask
+from mqstore.client.pop.delivery import release
 from mqstore.client.push.handlers import check_has_run
 from mqstore.errors import QueueEmpty, QueueFull, QueueShutDown, StoreClosedError
 from mqstore.getany import AnyOf, queues_of

@@ -25,7 +25,7 @@ from mqstore.aio.loop_thread import LoopThread, uncancelled
 from mqstore.aio.producer import Producer
 from mqstore.aio.pushconsumer import PushConsumer
 from mqstore.aio.queue import Queue
-from mqstore.client.codecs import Codec, T
+from mqstore.client.items.codecs import Codec, T
 from mqstore.client.waits import Ready
 from mqstore.contract import SendOptions
 from mqstore.files.safe_open import resolved

@@ -24,30 +24,30 @@ from typing import Any, Literal, TypeVar, Unpack
 
 from mqstore.broker.admin.metrics import Metrics
 from mqstore.broker.admin.statistics import StatisticsSnapshot
-from mqstore.broker.context import Parts, delete_group, open_parts
+from mqstore.broker.background.context import Parts, delete_group, open_parts
+from mqstore.broker.background.retention import RetentionService
+from mqstore.broker.background.service import BackgroundService, Housekeeper, Pin
 from mqstore.broker.delay.levels import DelayService
 from mqstore.broker.delay.timer import TimerService
-from mqstore.broker.filters.filter import Filter, as_filter, parse_filter
 from mqstore.broker.items.changes import KeptNames, WritableItems
-from mqstore.broker.names import QueueKey, check_user_topic
 from mqstore.broker.pop.orderinfo import BlockedQueue
 from mqstore.broker.pop.request import Delivery, Pending, PopRequest
 from mqstore.broker.pop.service import PopService
-from mqstore.broker.reading import Loss, ReadResult, Reads
+from mqstore.broker.reads.filters.filter import Filter, as_filter, parse_filter
+from mqstore.broker.reads.reading import Loss, ReadResult, Reads
+from mqstore.broker.reads.waiting import Callback, Waiter, Waiters, Wanted
 from mqstore.broker.redelivery.attempt_journal import AttemptJournal
 from mqstore.broker.redelivery.dead_letters import DeadLetterExpiry, DeadLetters
 from mqstore.broker.redelivery.retry import Retries
-from mqstore.broker.retention import RetentionService
-from mqstore.broker.router import AsyncPuts, SendOptions
-from mqstore.broker.service import BackgroundService, Housekeeper, Pin
+from mqstore.broker.routing.router import AsyncPuts, SendOptions
 from mqstore.broker.tables.groups import GroupTable
 from mqstore.broker.tables.localoffsets import LocalOffsets, clients_of, refuse_clients
 from mqstore.broker.tables.locks import QueueLocks
 from mqstore.broker.tables.members import Members, Mode
+from mqstore.broker.tables.names import QueueKey, check_user_topic
 from mqstore.broker.tables.offsets import OffsetTable
 from mqstore.broker.tables.topics import QUEUES_MAX, TopicTable
 from mqstore.broker.transactions.service import Transactions
-from mqstore.broker.waiting import Callback, Waiter, Waiters, Wanted
 from mqstore.closing import Closing
 from mqstore.contract import BrokerContract, Limits, Start
 from mqstore.errors import (

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from mqstore.broker.broker import Broker
-from mqstore.broker.pop.log import unreadable_records
+from mqstore.broker.pop.poplog.log import unreadable_records
 from mqstore.broker.tables.configchecks import CONFIG_CHECKS
 from mqstore.log.reading.reader import StoreReader
 from mqstore.log.recovery.report import Finding

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Final
 from mqstore.lazy import lazy
 
 if TYPE_CHECKING:
+    from mqstore.client.pop.simpleconsumer import SimpleConsumer as SimpleConsumer
     from mqstore.client.pull.consumer import PullConsumer as PullConsumer
     from mqstore.client.push.consumer import PushConsumer as PushConsumer
     from mqstore.client.send.producer import Producer as Producer
-    from mqstore.client.simpleconsumer import SimpleConsumer as SimpleConsumer
 
 _LAZY: Final = {
     "Producer": ".send.producer",
     "PullConsumer": ".pull.consumer",
     "PushConsumer": ".push.consumer",
-    "SimpleConsumer": ".simpleconsumer",
+    "SimpleConsumer": ".pop.simpleconsumer",
 }
 
 __getattr__ = lazy(__name__, _LAZY)

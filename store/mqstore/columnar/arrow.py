@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from mqstore.layout.scan import collect
+from mqstore.layout.arrays.scan import collect
 
 try:
     import pyarrow as pa

@@ -31,18 +31,18 @@ except ImportError as error:  # pragma: no cover
     raise ImportError("writing columns needs pyarrow: pip install 'mqstore[spark]', or pyarrow alone") from error
 
 from mqstore.broker.delay.route import delay_route
-from mqstore.broker.names import is_system_topic
-from mqstore.broker.selection import group_queue, jump_hash_many
+from mqstore.broker.routing.selection import group_queue, jump_hash_many
+from mqstore.broker.tables.names import is_system_topic
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.columnar.arrow import cut, fixed, flat, nulls, odd_rows, sizes_of, small, text
 from mqstore.columnar.inputs import INPUTS, KAFKA, Rules, TopicRule, is_kafka
 from mqstore.errors import InvalidMessageError, MQStoreError
 from mqstore.layout import properties as props
 from mqstore.layout import record
-from mqstore.layout.encode import header_dtype
+from mqstore.layout.arrays.encode import header_dtype
+from mqstore.layout.arrays.scan import Headers, everywhere, has_crc_tail, verify
 from mqstore.layout.hosts import IPV4_BYTES, LOCAL_HOST
 from mqstore.layout.javahash import java_hash_many
-from mqstore.layout.scan import Headers, everywhere, has_crc_tail, verify
 from mqstore.log.writing.log_tail import QueueRef
 from mqstore.log.writing.outgoing import MAX_MESSAGE_GROUP, checked_text
 

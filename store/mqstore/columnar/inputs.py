@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
-from mqstore.broker.names import check_user_topic
-from mqstore.broker.selection import GroupHash
+from mqstore.broker.routing.selection import GroupHash
+from mqstore.broker.tables.names import check_user_topic
 from mqstore.errors import ConfigError, InvalidMessageError
 from mqstore.layout.properties import DELAY, KEYS, SHARDINGKEY, TAGS, TIMER_DELAY_SEC, TIMER_DELIVER_MS, UNIQ_KEY
 from mqstore.log.commitlog import ALLOWANCE

@@ -27,20 +27,20 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from mqstore.broker.filters import sql92
+from mqstore.broker.reads.filters import sql92
 from mqstore.errors import CorruptStoreError
+from mqstore.layout.arrays.pairs import Pairs
+from mqstore.layout.arrays.scan import Headers, collect, walk
 from mqstore.layout.consumequeue import is_void
-from mqstore.layout.pairs import Pairs
 from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY, decode_properties
 from mqstore.layout.record import BODY_AT_V4, TRANSACTION_COMMIT, TRANSACTION_MASK
-from mqstore.layout.scan import Headers, collect, walk
-from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.names import is_path_safe
+from mqstore.log.derived.consumequeue import ConsumeQueue
+from mqstore.log.directory.names import is_path_safe
 from mqstore.log.reading.checking import Units, check_units
 from mqstore.log.reading.reader import StoreReader
 from mqstore.log.reading.tagfilter import TagFilter, parse_tags
 from mqstore.log.recovery.report import Finding, Kind
-from mqstore.log.recovery.scanner import Bad, Good, check_at, scan_segment
+from mqstore.log.recovery.scanning.scanner import Bad, Good, check_at, scan_segment
 from mqstore.native import kernel
 
 OnCorrupt = Literal["fail", "skip", "keep"]

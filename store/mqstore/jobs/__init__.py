@@ -30,23 +30,23 @@ if TYPE_CHECKING:
     from mqstore.jobs.dlq import dlq_resend as dlq_resend
     from mqstore.jobs.export import export_parquet as export_parquet
     from mqstore.jobs.lag import lag_report as lag_report
-    from mqstore.jobs.optiontable import duration_s as duration_s
-    from mqstore.jobs.publish import clean_target as clean_target
-    from mqstore.jobs.selection import select as select
+    from mqstore.jobs.options.optiontable import duration_s as duration_s
+    from mqstore.jobs.options.selection import select as select
     from mqstore.jobs.tracing import trace as trace
     from mqstore.jobs.traffic import traffic_report as traffic_report
     from mqstore.jobs.verifying import recover as recover
     from mqstore.jobs.verifying import verify as verify
+    from mqstore.jobs.writing.publish import clean_target as clean_target
 
 _LAZY: Final = {
-    "clean_target": ".publish",
+    "clean_target": ".writing.publish",
     "dlq_report": ".dlq",
     "dlq_resend": ".dlq",
-    "duration_s": ".optiontable",
+    "duration_s": ".options.optiontable",
     "export_parquet": ".export",
     "lag_report": ".lag",
     "recover": ".verifying",
-    "select": ".selection",
+    "select": ".options.selection",
     "trace": ".tracing",
     "traffic_report": ".traffic",
     "verify": ".verifying",

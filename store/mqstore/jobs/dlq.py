@@ -16,15 +16,15 @@ from typing import Any, Final, Unpack
 
 from mqstore.broker.admin.offline import offline
 from mqstore.broker.admin.operations import check_letters, letter_filter, letter_groups
-from mqstore.broker.context import Tables, open_tables
+from mqstore.broker.background.context import Tables, open_tables
 from mqstore.broker.redelivery.dead_letters import DeadLetters, letter_origin, letters_of
 from mqstore.broker.redelivery.reason import reason_of
 from mqstore.errors import ConfigError
 from mqstore.files.lock import refuse_beside_writer
 from mqstore.files.readonly_fs import QUIET
-from mqstore.jobs.opening import StoreName, open_store
+from mqstore.jobs.options.selection import Selection, Shaped, Stores, check_followed, check_known, names_of, select
+from mqstore.jobs.reading.opening import StoreName, open_store
 from mqstore.jobs.runner import Runner, Where
-from mqstore.jobs.selection import Selection, Shaped, Stores, check_followed, check_known, names_of, select
 from mqstore.log.message import Message
 
 _SHOWN: Final = 10

@@ -29,11 +29,11 @@ import pyarrow.parquet as pq
 from mqstore.columnar.columns import check_columns
 from mqstore.errors import ConfigError
 from mqstore.files.filesystem import REAL
-from mqstore.jobs.options import SourceOptions, local_path
-from mqstore.jobs.plan import QueueSlice
+from mqstore.jobs.options.options import SourceOptions, local_path
+from mqstore.jobs.options.selection import Selection, Shaped, Stores, select
+from mqstore.jobs.reading.plan import QueueSlice
+from mqstore.jobs.reading.tasks import policy_of, read_slices
 from mqstore.jobs.runner import Runner, Where
-from mqstore.jobs.selection import Selection, Shaped, Stores, select
-from mqstore.jobs.tasks import policy_of, read_slices
 
 _PARTS: Final = ("store", "topic", "queue_id", "date")
 _NULL: Final = "__HIVE_DEFAULT_PARTITION__"

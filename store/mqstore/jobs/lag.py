@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any, Unpack
 
 from mqstore.broker.admin.inspect import group_names, lag_of, pop_view
-from mqstore.broker.context import open_tables
-from mqstore.broker.names import QueueKey
-from mqstore.jobs.opening import StoreName, open_store
-from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.plan import names_queue
+from mqstore.broker.background.context import open_tables
+from mqstore.broker.tables.names import QueueKey
+from mqstore.jobs.options.options import SourceOptions
+from mqstore.jobs.options.selection import Selection, Shaped, Stores, check_followed, check_known, names_of, select
+from mqstore.jobs.reading.opening import StoreName, open_store
+from mqstore.jobs.reading.plan import names_queue
 from mqstore.jobs.runner import Runner, Where
-from mqstore.jobs.selection import Selection, Shaped, Stores, check_followed, check_known, names_of, select
 
 
 @dataclass(frozen=True, slots=True)

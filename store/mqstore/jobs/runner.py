@@ -26,7 +26,7 @@ from typing import Any, TypedDict, TypeVar
 
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.jobs.errors import settle
-from mqstore.jobs.opening import StoreName
+from mqstore.jobs.reading.opening import StoreName
 
 Progress = Callable[[int, int], None]
 """Called with (tasks done, tasks) after each task. With Spark it is called only at the start and the end."""

@@ -10,9 +10,9 @@ from typing import Unpack
 from mqstore.broker.admin.history import Histories, History
 from mqstore.errors import ConfigError
 from mqstore.jobs.errors import of_store
-from mqstore.jobs.opening import StoreName
+from mqstore.jobs.options.selection import Selection, Shaped, Stores, check_followed, names_of, select
+from mqstore.jobs.reading.opening import StoreName
 from mqstore.jobs.runner import Runner, Where
-from mqstore.jobs.selection import Selection, Shaped, Stores, check_followed, names_of, select
 from mqstore.log.reading.directory import StoreFiles
 
 

@@ -16,15 +16,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Unpack
 
-from mqstore.broker.names import is_dlq_topic, is_system_topic
+from mqstore.broker.tables.names import is_dlq_topic, is_system_topic
 from mqstore.columnar.rows import OnCorrupt
 from mqstore.columnar.tally import Tally
 from mqstore.errors import ConfigError
-from mqstore.jobs.options import SourceOptions, interval_ms
-from mqstore.jobs.plan import QueueSlice
+from mqstore.jobs.options.options import SourceOptions, interval_ms
+from mqstore.jobs.options.selection import Selection, Shaped, Stores, select
+from mqstore.jobs.reading.plan import QueueSlice
+from mqstore.jobs.reading.tasks import policy_of, read_pieces
 from mqstore.jobs.runner import Runner, Where
-from mqstore.jobs.selection import Selection, Shaped, Stores, select
-from mqstore.jobs.tasks import policy_of, read_pieces
 
 _BY: Final = ("store", "topic", "queue_id")
 

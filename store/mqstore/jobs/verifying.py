@@ -20,24 +20,24 @@ from operator import itemgetter
 from typing import Unpack
 
 from mqstore.broker.admin.inspect import delay_levels
-from mqstore.broker.context import open_tables
-from mqstore.broker.pop.log import unreadable_records
+from mqstore.broker.background.context import open_tables
+from mqstore.broker.pop.poplog.log import unreadable_records
 from mqstore.broker.tables.configchecks import CONFIG_CHECKS
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.files.filesystem import REAL
 from mqstore.files.lock import writer_alive
 from mqstore.files.readonly_fs import QUIET
-from mqstore.jobs.opening import StoreName, open_store
+from mqstore.jobs.options.selection import Selection, Shaped, Stores, check_followed, select
+from mqstore.jobs.reading.opening import StoreName, open_store
 from mqstore.jobs.runner import Progress, Runner, Where
-from mqstore.jobs.selection import Selection, Shaped, Stores, check_followed, select
-from mqstore.layout.dispatch import SCHEDULE_TOPIC
+from mqstore.layout.arrays.dispatch import SCHEDULE_TOPIC
 from mqstore.log.reading.reader import StoreReader
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.known_damage import load_known
-from mqstore.log.recovery.ranges import RANGE_BYTES, LogRange, RangeResult
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.recovery.report import Finding, Kind, RecoveryReport
+from mqstore.log.recovery.scanning.ranges import RANGE_BYTES, LogRange, RangeResult
 from mqstore.log.recovery.verify import Verifier
 
 _Opened = tuple[ReadOnlyMessageStore, Verifier]

@@ -13,20 +13,20 @@ import numpy as np
 import pyarrow as pa
 
 from mqstore.broker.admin.inspect import delay_levels, group_names, lag_of, pop_view, timer_view
-from mqstore.broker.context import open_tables
+from mqstore.broker.background.context import open_tables
 from mqstore.columnar.columns import ARROW_TYPES
 from mqstore.columnar.rows import PieceReader
 from mqstore.columnar.tally import Tally
 from mqstore.jobs.errors import of_store
-from mqstore.jobs.opening import StoreName, open_store, opened, queues_of
-from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.plan import Wanted, names_queue, stores_of
-from mqstore.jobs.tasks import policy_of
+from mqstore.jobs.options.options import SourceOptions
+from mqstore.jobs.reading.opening import StoreName, open_store, opened, queues_of
+from mqstore.jobs.reading.plan import Wanted, names_queue, stores_of
+from mqstore.jobs.reading.tasks import policy_of
 from mqstore.layout.consumequeue import is_message
 from mqstore.log.commitlog import QueueRef
-from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.derived.consumequeue import ConsumeQueue
 from mqstore.log.reading.reader import StoreReader
-from mqstore.log.recovery.scanner import Good, scan_log
+from mqstore.log.recovery.scanning.scanner import Good, scan_log
 from mqstore.log.recovery.verify import verified_ranges
 
 _BY_QUEUE: Final = ("queues", "traffic")

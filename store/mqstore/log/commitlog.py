@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from mqstore.clock import SYSTEM_CLOCK
 from mqstore.errors import InvalidMessageError, MQStoreError
 from mqstore.files.segment import Segment
-from mqstore.layout.encode import encode_copies, encode_records
+from mqstore.layout.arrays.encode import encode_copies, encode_records
 from mqstore.layout.hosts import IPV4_BYTES, LOCAL_HOST, encode_host
 from mqstore.layout.record import (
     BLANK_BYTES,
@@ -46,7 +46,7 @@ from mqstore.native import crc32c, kernel
 from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
-    from mqstore.log.store_files import StoreParts
+    from mqstore.log.directory.store_files import StoreParts
 
 __all__ = ["ALLOWANCE", "ORDINARY", "CommitLog", "Fields", "OutOfReachError", "QueueRef", "SendReceipt", "SendReceipts"]
 

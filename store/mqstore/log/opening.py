@@ -17,9 +17,10 @@ from mqstore.files.jsonfile import load_json
 from mqstore.files.lock import AbortMark
 from mqstore.files.segment import segment_name
 from mqstore.files.tmp import remove_temporaries
-from mqstore.log import manifest as manifests
 from mqstore.log.bulk.splice import Undone, undo
 from mqstore.log.bulk.txn import TXN_FILE, IntentWatch, TxnFile
+from mqstore.log.directory import manifest as manifests
+from mqstore.log.directory.store_files import StoreParts
 from mqstore.log.reading.deleted import continue_numbers, load_deleted, remove_queues, save_deleted
 from mqstore.log.recovery.misnamed import (
     MisnamedSegmentsError,
@@ -31,8 +32,7 @@ from mqstore.log.recovery.misnamed import (
 from mqstore.log.recovery.queueends import is_progress_ahead, note_ends
 from mqstore.log.recovery.recover import Outcome, Progress, RecoverOptions, recover
 from mqstore.log.recovery.report import Finding, RecoveryReport
-from mqstore.log.recovery.scanner import written_end
-from mqstore.log.store_files import StoreParts
+from mqstore.log.recovery.scanning.scanner import written_end
 from mqstore.log.writing.room import give_up_room
 from mqstore.logger import log as _log
 

@@ -26,21 +26,21 @@ from weakref import WeakSet
 from mqstore.clock import SYSTEM_CLOCK
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.lock import AbortMark, WriterLock
-from mqstore.log import manifest as manifests
 from mqstore.log.bulk.inbox import BulkAppender, CreateTopics
 from mqstore.log.bulk.splice import Splicer, SpliceResult
 from mqstore.log.bulk.txn import TxnFile
 from mqstore.log.commitlog import CommitLog
-from mqstore.log.manifest import check_own
+from mqstore.log.directory import manifest as manifests
+from mqstore.log.directory.manifest import check_own
+from mqstore.log.directory.store_files import StoreParts
 from mqstore.log.opening import Opening
 from mqstore.log.reading.change_feed import WriterFeed
 from mqstore.log.reading.iteration import IteratingReader
 from mqstore.log.recovery.recover import Progress, RecoverOptions
-from mqstore.log.retention import Retainer
 from mqstore.log.stats import StoreStats, TaskErrors
-from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.background import BackgroundWork, Checkpointer
 from mqstore.log.writing.dispatcher import Dispatcher, DispatchThread
+from mqstore.log.writing.retention import Retainer
 from mqstore.log.writing.room import Room
 from mqstore.log.writing.syncs import LogSyncs
 from mqstore.log.writing.wakeups import PagePrefetch, Wakeups

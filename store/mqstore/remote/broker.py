@@ -29,7 +29,7 @@ from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 
 from mqstore.broker.admin.operations import Operations
-from mqstore.broker.filters.filter import Filter, parse_filter
+from mqstore.broker.reads.filters.filter import Filter, parse_filter
 from mqstore.broker.redelivery.attempt_journal import UNREAD
 from mqstore.broker.redelivery.dead_letters import DeadLetters
 from mqstore.broker.tables.localoffsets import LocalOffsets

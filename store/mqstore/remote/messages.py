@@ -15,10 +15,10 @@ from itertools import repeat
 from operator import is_not
 from typing import Any, Final
 
-from mqstore.broker.reading import ReadResult
+from mqstore.broker.reads.reading import ReadResult
 from mqstore.contract import Delivery
 from mqstore.errors import ConnectionLostError, FormatError, MQStoreError
-from mqstore.layout.encode import lengths_of
+from mqstore.layout.arrays.encode import lengths_of
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.writing.outgoing import Body, OutgoingMessage, flat_body
 from mqstore.options import Durability, Duration, milliseconds

@@ -48,7 +48,7 @@ from mqstore.files.filesystem import REAL
 from mqstore.files.lock import refuse_beside_writer
 from mqstore.files.safe_open import resolved
 from mqstore.layout.jsontext import decode
-from mqstore.log import manifest
+from mqstore.log.directory import manifest
 from mqstore.logger import log as _log
 from mqstore.options import Durability, Duration, Profile, StoreConfig, check_durability, seconds
 from mqstore.remote.dialing import announced, dialed

@@ -29,7 +29,7 @@ from typing import Any, Final
 
 from mqstore.contract import Delivery
 from mqstore.errors import ConfigError, FormatError
-from mqstore.layout.dispatch import tags_code_at
+from mqstore.layout.arrays.dispatch import tags_code_at
 from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES
 from mqstore.layout.record import MIN_RECORD_BYTES, QUEUE_OFFSET_AT
 from mqstore.log.commitlog import QueueRef, SendReceipt, SendReceipts

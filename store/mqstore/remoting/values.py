@@ -30,8 +30,8 @@ from struct import Struct
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from mqstore.broker.filters.filter import Filter, parse_filter
-from mqstore.broker.router import DelayedReceipt
+from mqstore.broker.reads.filters.filter import Filter, parse_filter
+from mqstore.broker.routing.router import DelayedReceipt
 from mqstore.broker.tables.groups import RetryPolicy
 from mqstore.errors import ConfigError, FormatError
 from mqstore.layout.consumequeue import UNIT

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from mqstore.broker.names import DLQ_PREFIX, RETRY_PREFIX
+from mqstore.broker.tables.names import DLQ_PREFIX, RETRY_PREFIX
 from mqstore.errors import ConfigError, NotPermittedError
 from mqstore.logger import log as _log
 from mqstore.remoting.codes import DEFAULT_TOPIC, Code

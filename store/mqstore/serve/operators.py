@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from mqstore.broker.admin.offline import Offline, look
 from mqstore.broker.admin.operations import Operations
-from mqstore.broker.names import is_retry_topic
-from mqstore.broker.reading import Start
+from mqstore.broker.reads.reading import Start
+from mqstore.broker.tables.names import is_retry_topic
 from mqstore.errors import MQStoreError
 from mqstore.log.commitlog import QueueRef
 from mqstore.version import VERSION

@@ -32,8 +32,8 @@ from mqstore.remoting.codes import GO_AWAY
 from mqstore.remoting.frames import Frame
 from mqstore.remoting.values import codec_of, dumps
 from mqstore.serve import operators
-from mqstore.serve.admin import check_group_unused, check_topic_unused, reset_consumers
-from mqstore.serve.creation import of_own
+from mqstore.serve.requests.admin import check_group_unused, check_topic_unused, reset_consumers
+from mqstore.serve.requests.creation import of_own
 from mqstore.serve.short import FORMS
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from mqstore.broker.selection import RoundRobin
+from mqstore.broker.routing.selection import RoundRobin
 from mqstore.broker.tables.locks import LockList
 from mqstore.broker.tables.members import Mode
 from mqstore.broker.tables.requestmodes import RequestModes
@@ -42,13 +42,14 @@ from mqstore.logger import log as _log
 from mqstore.remoting.calls import code_of, error_body, is_known
 from mqstore.remoting.codes import GO_AWAY, NOT_SUPPORTED, Code, values_of
 from mqstore.remoting.frames import FRAME_BYTES_MAX, ONE_WAY, Frame
-from mqstore.serve import admin, groups, listening, own, pop, pull, queries, routes, send, transactions
+from mqstore.serve import listening, own
 from mqstore.serve.auth import Users
 from mqstore.serve.connection import Call, Connection
-from mqstore.serve.creation import Creation
 from mqstore.serve.listening import Address, Listening
 from mqstore.serve.metrics import Metrics
 from mqstore.serve.registry import Registry
+from mqstore.serve.requests import admin, groups, pop, pull, queries, routes, send, transactions
+from mqstore.serve.requests.creation import Creation
 from mqstore.serve.short import FORMS
 
 if TYPE_CHECKING:

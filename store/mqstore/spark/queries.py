@@ -11,8 +11,8 @@ import re
 from typing import Any, Final, cast
 
 from mqstore.columnar.columns import default_columns
-from mqstore.jobs.options import View, not_for
-from mqstore.jobs.selection import Selection, Stores, select
+from mqstore.jobs.options.options import View, not_for
+from mqstore.jobs.options.selection import Selection, Stores, select
 from mqstore.jobs.views import VIEWS
 
 _MESSAGES: Final = "messages"

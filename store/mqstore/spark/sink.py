@@ -26,9 +26,9 @@ from mqstore.columnar.encode import Encoder
 from mqstore.columnar.inputs import check_columns
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.jobs.errors import plain_errors, settle
-from mqstore.jobs.options import APP_NAME, NO_TABLES, SinkOptions
-from mqstore.jobs.publish import Commit, abort, check_lock, commit, make_member, plan_target
-from mqstore.jobs.staging import ShardInfo, transaction_folder, write_shards
+from mqstore.jobs.options.options import APP_NAME, NO_TABLES, SinkOptions
+from mqstore.jobs.writing.publish import Commit, abort, check_lock, commit, make_member, plan_target
+from mqstore.jobs.writing.staging import ShardInfo, transaction_folder, write_shards
 
 QUERY_PROPERTY: Final = "sql.streaming.queryId"
 BATCH_PROPERTY: Final = "streaming.sql.batchId"

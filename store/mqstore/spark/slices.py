@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from mqstore.jobs.errors import plain_errors, settle
-from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.tasks import read_slices
+from mqstore.jobs.options.options import SourceOptions
+from mqstore.jobs.reading.tasks import read_slices
 
 
 class SliceReader:

@@ -29,7 +29,7 @@ except ImportError as error:  # pragma: no cover
 from mqstore.columnar.columns import COLUMNS, arrow_schema, check_columns, check_once
 from mqstore.errors import ConfigError
 from mqstore.jobs.errors import plain_errors, settle
-from mqstore.jobs.options import (
+from mqstore.jobs.options.options import (
     ONLY_FOR_WRITING,
     SINK_OPTIONS,
     SOURCE_OPTIONS,
@@ -37,8 +37,8 @@ from mqstore.jobs.options import (
     SourceOptions,
     refuse_table,
 )
-from mqstore.jobs.optiontable import unknown_option
-from mqstore.jobs.plan import plan
+from mqstore.jobs.options.optiontable import unknown_option
+from mqstore.jobs.reading.plan import plan
 from mqstore.jobs.views import VIEWS, view_batch, view_stores
 from mqstore.spark.slices import SliceReader
 

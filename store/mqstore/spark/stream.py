@@ -21,8 +21,8 @@ except ImportError:  # pyspark 4.1
 
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.jobs.errors import plain_errors
-from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.progress import Limit, StreamProgress
+from mqstore.jobs.options.options import SourceOptions
+from mqstore.jobs.reading.progress import Limit, StreamProgress
 from mqstore.spark.slices import SliceReader
 
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 from mqstore.broker.delay import timerfiles
 from mqstore.broker.delay.timercheck import decode_extension
 from mqstore.broker.delay.timerfiles import WHEEL_BYTES, TimerFilesDamaged, decode_unit
-from mqstore.broker.names import POP_LOG_TOPIC
+from mqstore.broker.tables.names import POP_LOG_TOPIC
 from mqstore.errors import ConfigError, FormatError, MQStoreError, OffsetOutOfRangeError
 from mqstore.files.readonly_fs import QUIET
 from mqstore.layout import checkpoint, consumequeue
@@ -40,8 +40,8 @@ from mqstore.layout.record import (
     Checksum,
     check_record,
 )
-from mqstore.log.indexshape import shape_of_file
-from mqstore.log.manifest import Manifest, stored
+from mqstore.log.derived.indexshape import shape_of_file
+from mqstore.log.directory.manifest import Manifest, stored
 from mqstore.options import StoreConfig
 
 Item = dict[str, Any]

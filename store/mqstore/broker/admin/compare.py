@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from mqstore.broker.context import Tables, open_tables
+from mqstore.broker.background.context import Tables, open_tables
 from mqstore.errors import FormatError
 from mqstore.files.lock import writer_alive
 from mqstore.files.readonly_fs import QUIET

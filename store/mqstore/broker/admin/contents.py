@@ -47,11 +47,11 @@ from mqstore.files.safe_open import resolved
 from mqstore.files.segment import place_in_file
 from mqstore.layout.consumequeue import VOID_SIZE, is_message
 from mqstore.log.bulk.inbox import inbox_state
-from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.names import is_path_safe
+from mqstore.log.derived.consumequeue import ConsumeQueue
+from mqstore.log.directory.names import is_path_safe
 from mqstore.log.reading.reader import StoreReader
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
-from mqstore.log.recovery.scanner import NEVER_TORN, Bad, End, Good, scan_log, until_torn
+from mqstore.log.recovery.scanning.scanner import NEVER_TORN, Bad, End, Good, scan_log, until_torn
 
 _MAX_PROBLEMS = 1000
 """Maximum number of sentences in `problems`. A damaged store may have millions of faults."""

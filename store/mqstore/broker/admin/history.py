@@ -21,20 +21,20 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
-from mqstore.broker import names
-from mqstore.broker.admin.cut import contents, cut_files
 from mqstore.broker.admin.inspect import looked_pops
+from mqstore.broker.admin.salvage.cut import contents, cut_files
 from mqstore.broker.admin.search import Search
-from mqstore.broker.context import messages_of, open_tables
+from mqstore.broker.background.context import messages_of, open_tables
 from mqstore.broker.delay.levels import deliver_time_ms
 from mqstore.broker.delay.route import due_of, number
 from mqstore.broker.delay.timerqueries import is_cancelled
 from mqstore.broker.items.files import items_of
 from mqstore.broker.items.state import Items
-from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC, QueueKey, is_dlq_topic, is_retry_topic
-from mqstore.broker.pop.log import ACK, CHANGE, GIVE, POP, RESET, SKIP
+from mqstore.broker.pop.poplog.log import ACK, CHANGE, GIVE, POP, RESET, SKIP
 from mqstore.broker.redelivery.dead_letters import DeadLetters
 from mqstore.broker.redelivery.reason import EXPIRED, REOPENED, Reason, reason_of
+from mqstore.broker.tables import names
+from mqstore.broker.tables.names import SCHEDULE_TOPIC, TIMER_TOPIC, QueueKey, is_dlq_topic, is_retry_topic
 from mqstore.errors import FormatError, InvalidMessageError, MQStoreError
 from mqstore.layout.consumequeue import UNIT
 from mqstore.layout.jsontext import decode

@@ -37,7 +37,9 @@ from typing import Any, NamedTuple, cast
 
 from mqstore import arrays as np
 from mqstore.broker.admin.metrics import WaitingRetries, measure
-from mqstore.broker.context import Parts, Tables, messages_of, open_tables
+from mqstore.broker.background.context import Parts, Tables, messages_of, open_tables
+from mqstore.broker.background.retention import all_pins, physical_of
+from mqstore.broker.background.service import Pin, oldest_of
 from mqstore.broker.delay.levels import deliver_time_ms, due_counts, overdue_ms
 from mqstore.broker.delay.recall import parse_recall_handle
 from mqstore.broker.delay.route import (
@@ -53,7 +55,16 @@ from mqstore.broker.delay.route import (
 from mqstore.broker.delay.timercheck import JavaProgress, Progress, TimerCheck
 from mqstore.broker.delay.timerfiles import CANCELS, TimerFilesDamaged, TimerLog
 from mqstore.broker.delay.timerunits import due_times, units_from, waiting_units
-from mqstore.broker.names import (
+from mqstore.broker.pop.orderinfo import BlockedQueue, OrderInfo, check_order_info
+from mqstore.broker.pop.poplog.replay import Replay
+from mqstore.broker.pop.state import Standing
+from mqstore.broker.pop.tables import PopTables
+from mqstore.broker.reads.reading import Reads
+from mqstore.broker.reads.waiting import Waiters
+from mqstore.broker.redelivery.dead_letters import letters_of
+from mqstore.broker.redelivery.references import reach_of
+from mqstore.broker.tables.configfile import ConfigFile, object_member
+from mqstore.broker.tables.names import (
     POP_LOG_GROUP,
     POP_LOG_KEY,
     POP_LOG_TOPIC,
@@ -63,18 +74,7 @@ from mqstore.broker.names import (
     TRANS_CHECK_TOPIC,
     QueueKey,
 )
-from mqstore.broker.pop.orderinfo import BlockedQueue, OrderInfo, check_order_info
-from mqstore.broker.pop.replay import Replay
-from mqstore.broker.pop.state import Standing
-from mqstore.broker.pop.tables import PopTables
-from mqstore.broker.reading import Reads
-from mqstore.broker.redelivery.dead_letters import letters_of
-from mqstore.broker.redelivery.references import reach_of
-from mqstore.broker.retention import all_pins, physical_of
-from mqstore.broker.service import Pin, oldest_of
-from mqstore.broker.tables.configfile import ConfigFile, object_member
 from mqstore.broker.transactions.service import Transactions
-from mqstore.broker.waiting import Waiters
 from mqstore.errors import GroupNotFoundError, MQStoreError, TopicNotFoundError
 from mqstore.layout.javahash import java_hash
 from mqstore.layout.properties import (

@@ -24,8 +24,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from mqstore.broker.admin.statistics import CounterKey, Samples, labels_of
-from mqstore.broker.context import messages_of
-from mqstore.broker.names import (
+from mqstore.broker.background.context import messages_of
+from mqstore.broker.background.retention import physical_of
+from mqstore.broker.background.service import BackgroundService
+from mqstore.broker.pop.state import Standing
+from mqstore.broker.tables.names import (
     HALF_TOPIC,
     SCHEDULE_TOPIC,
     TIMER_TOPIC,
@@ -35,20 +38,17 @@ from mqstore.broker.names import (
     is_system_topic,
     retry_topic,
 )
-from mqstore.broker.pop.state import Standing
-from mqstore.broker.retention import physical_of
-from mqstore.broker.service import BackgroundService
 from mqstore.layout.consumequeue import UNIT_BYTES, count_messages
 from mqstore.layout.properties import REAL_TOPIC
 from mqstore.logger import log as _log
 from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
-    from mqstore.broker.context import Parts
+    from mqstore.broker.background.context import Parts
     from mqstore.broker.delay.levels import DelayService
     from mqstore.broker.delay.timer import TimerService
     from mqstore.broker.pop.service import PopService
-    from mqstore.broker.reading import Reads
+    from mqstore.broker.reads.reading import Reads
     from mqstore.broker.tables.offsets import OffsetTable
     from mqstore.broker.transactions.service import Transactions
     from mqstore.log.reading.reader import StoreReader

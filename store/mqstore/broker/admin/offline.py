@@ -20,16 +20,16 @@ from dataclasses import replace
 from functools import cached_property
 
 from mqstore.broker.admin.inspect import PopView, QueueLag, group_names, is_waiting, lag_of, pop_view
-from mqstore.broker.context import Parts, delete_group, open_parts, open_tables
+from mqstore.broker.background.context import Parts, delete_group, open_parts, open_tables
 from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.items.changes import WritableItems
 from mqstore.broker.items.files import items_of, waiting_of
 from mqstore.broker.items.state import Items
 from mqstore.broker.pop.service import PopService
-from mqstore.broker.reading import Reads, Start
+from mqstore.broker.reads.reading import Reads, Start
+from mqstore.broker.reads.waiting import Waiters
 from mqstore.broker.redelivery.dead_letters import DeadLetters
 from mqstore.broker.redelivery.retry import Retries
-from mqstore.broker.waiting import Waiters
 from mqstore.errors import GroupNotFoundError, ReadOnlyStoreError
 from mqstore.files.lock import refusal_to_reader, refuse_beside_writer
 from mqstore.files.readonly_fs import QUIET

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 from mqstore.broker.admin.inspect import QueueLag, delay_levels, group_names, sections_of, timer_view
 from mqstore.broker.admin.offline import Offline, look, offline
-from mqstore.broker.context import Tables
-from mqstore.broker.filters import sql92
-from mqstore.broker.names import is_dlq_topic, pop_retry_topic, retry_topic
+from mqstore.broker.background.context import Tables
 from mqstore.broker.pop.orderinfo import BlockedQueue
-from mqstore.broker.reading import Reads, Start
+from mqstore.broker.reads.filters import sql92
+from mqstore.broker.reads.reading import Reads, Start
 from mqstore.broker.redelivery.dead_letters import DeadLetters, Replay, letter_origin, letters_of
 from mqstore.broker.tables.groups import GroupConfig, RetryPolicy, default_retry
+from mqstore.broker.tables.names import is_dlq_topic, pop_retry_topic, retry_topic
 from mqstore.broker.tables.topics import TopicConfig
 from mqstore.errors import ConfigError, GroupNotFoundError, ReadOnlyStoreError, TopicNotFoundError
 from mqstore.log.commitlog import QueueRef

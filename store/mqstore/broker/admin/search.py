@@ -18,17 +18,17 @@ from heapq import merge
 from operator import attrgetter
 from typing import Any, Final
 
-from mqstore.broker.filters.filter import parse_filter
+from mqstore.broker.reads.filters.filter import parse_filter
 from mqstore.errors import ConfigError, FormatError
 from mqstore.files.segment import place_in_file
 from mqstore.layout.record import Record
+from mqstore.log.directory.store_files import NO_INDEX
 from mqstore.log.message import Message
 from mqstore.log.reading.directory import StoreFiles, walk_queue
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.reading.tagfilter import parse_tags
 from mqstore.log.recovery.report import Finding
-from mqstore.log.recovery.scanner import Bad, Good, first_good_in, record_at, scan_log
-from mqstore.log.store_files import NO_INDEX
+from mqstore.log.recovery.scanning.scanner import Bad, Good, first_good_in, record_at, scan_log
 
 _NEVER_MS: Final = 1 << 62
 _CANDIDATES: Final = 1 << 20

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from mqstore.broker.names import QueueKey, is_dlq_topic, is_retry_topic, is_system_group, is_system_topic
+from mqstore.broker.tables.names import QueueKey, is_dlq_topic, is_retry_topic, is_system_group, is_system_topic
 from mqstore.clock import Clock
 from mqstore.signalsafe import Lock
 

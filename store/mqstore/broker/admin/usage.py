@@ -34,18 +34,18 @@ from typing import Any, Final
 
 from mqstore import arrays as np
 from mqstore.broker.admin.inspect import front_of
-from mqstore.broker.context import kept_for_consumers, open_tables
-from mqstore.broker.names import is_system_topic
+from mqstore.broker.background.context import kept_for_consumers, open_tables
+from mqstore.broker.tables.names import is_system_topic
 from mqstore.errors import FormatError, MQStoreError
 from mqstore.files.lock import writer_alive
 from mqstore.files.readonly_fs import QUIET
 from mqstore.files.safe_open import resolved
+from mqstore.layout.arrays.dispatch import LIGHT_PREFIX
 from mqstore.layout.consumequeue import is_message
-from mqstore.layout.dispatch import LIGHT_PREFIX
 from mqstore.layout.jsontext import decode
-from mqstore.log.manifest import MANIFEST
+from mqstore.log.directory.manifest import MANIFEST
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
-from mqstore.log.retention import expired_before, newest_time
+from mqstore.log.writing.retention import expired_before, newest_time
 from mqstore.options import Retention, seconds
 
 PARTS: Final = {

@@ -35,12 +35,12 @@ from operator import itemgetter
 from typing import Any
 
 from mqstore import arrays as np
-from mqstore.broker.context import Parts
+from mqstore.broker.background.context import Parts
+from mqstore.broker.background.retention import physical_of
+from mqstore.broker.background.service import Pin, Roller, Wake
 from mqstore.broker.delay.route import DELAY_PIECE, TOUCHED_NAMES, level_properties, parted, restored_end
-from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC, TIMER_TOPIC, QueueKey
-from mqstore.broker.retention import physical_of
-from mqstore.broker.service import Pin, Roller, Wake
 from mqstore.broker.tables.configfile import QUICK_MS, ConfigFile, data_version, object_member
+from mqstore.broker.tables.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC, TIMER_TOPIC, QueueKey
 from mqstore.errors import FormatError, InvalidMessageError
 from mqstore.layout.consumequeue import LAST_ADDRESS, is_message
 from mqstore.log.message import Message

@@ -12,7 +12,7 @@ import re
 from contextlib import suppress
 from typing import NamedTuple
 
-from mqstore.broker.names import BROKER_NAME
+from mqstore.broker.tables.names import BROKER_NAME
 from mqstore.errors import InvalidReceiptError
 
 _I64_MAX = 2**63 - 1

@@ -36,8 +36,8 @@ from functools import lru_cache
 from typing import Any
 
 from mqstore.broker.delay.recall import RecallHandle
-from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
-from mqstore.broker.uniquekey import new_unique_key
+from mqstore.broker.routing.uniquekey import new_unique_key
+from mqstore.broker.tables.names import SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import (
     CRC32,

@@ -44,7 +44,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from mqstore.broker.context import Parts
+from mqstore.broker.background.context import Parts
+from mqstore.broker.background.retention import physical_of
+from mqstore.broker.background.service import Pin, Wake
 from mqstore.broker.delay.route import PRECISION_MS, due_of, number, placement, slot_of
 from mqstore.broker.delay.timercheck import JavaPlaces, JavaProgress, Progress, TimerCheck
 from mqstore.broker.delay.timerfiles import (
@@ -60,9 +62,7 @@ from mqstore.broker.delay.timerfiles import (
 from mqstore.broker.delay.timermessages import TimerMessages
 from mqstore.broker.delay.timerqueries import TimerQueries
 from mqstore.broker.delay.timerunits import REACH_MS, SlotReading, TimerUnits, unit_times, within
-from mqstore.broker.names import TIMER_TOPIC
-from mqstore.broker.retention import physical_of
-from mqstore.broker.service import Pin, Wake
+from mqstore.broker.tables.names import TIMER_TOPIC
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.javahash import tag_hash
 from mqstore.layout.properties import REAL_QID, REAL_TOPIC, TIMER_DEL_UNIQKEY, TIMER_OUT_MS

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Final
 
-from mqstore.broker.context import Parts
+from mqstore.broker.background.context import Parts
 from mqstore.broker.delay.recall import RecallHandle
 from mqstore.broker.delay.route import (
     LEVEL_MARKS,
@@ -27,8 +27,8 @@ from mqstore.broker.delay.route import (
     slot_of,
 )
 from mqstore.broker.delay.timerfiles import NOWHERE, ROLLS, TimerFilesDamaged, TimerUnit
-from mqstore.broker.names import SCHEDULE_GROUP, TIMER_TOPIC
 from mqstore.broker.redelivery.retry import Retries
+from mqstore.broker.tables.names import SCHEDULE_GROUP, TIMER_TOPIC
 from mqstore.errors import FormatError, InvalidMessageError
 from mqstore.layout.properties import (
     CRC32,
@@ -44,7 +44,7 @@ from mqstore.layout.properties import (
     TIMER_ROLL_TIMES,
     UNIQ_KEY,
 )
-from mqstore.log.manifest import Manifest
+from mqstore.log.directory.manifest import Manifest
 from mqstore.log.message import Message
 from mqstore.logger import log as _log
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 
 from mqstore import arrays as np
-from mqstore.broker.context import Parts, messages_of
+from mqstore.broker.background.context import Parts, messages_of
+from mqstore.broker.background.service import Roller
 from mqstore.broker.delay.recall import RecallHandle, parse_recall_handle
 from mqstore.broker.delay.route import Cancellations, copies_of, recallable
 from mqstore.broker.delay.timerfiles import TimerFilesDamaged, TimerLog, TimerUnit
 from mqstore.broker.delay.timermessages import TimerMessages
 from mqstore.broker.delay.timerunits import SlotReading, TimerUnits
-from mqstore.broker.names import TIMER_TOPIC
-from mqstore.broker.service import Roller
+from mqstore.broker.tables.names import TIMER_TOPIC
 from mqstore.layout.javahash import java_hash
 from mqstore.layout.properties import REAL_TOPIC, TIMER_DEL_UNIQKEY, TIMER_DELAY_LEVEL, TIMER_OUT_MS, UNIQ_KEY
 from mqstore.log.message import Message

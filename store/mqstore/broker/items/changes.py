@@ -22,19 +22,27 @@ from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import Any, Unpack
 
-from mqstore.broker.context import Parts
+from mqstore.broker.background.context import Parts
+from mqstore.broker.background.retention import physical_of
+from mqstore.broker.background.service import BackgroundService, Pin
 from mqstore.broker.delay.timerqueries import TimerQueries
 from mqstore.broker.items.state import Item, Items, State, check_state, status_of, unsettled
-from mqstore.broker.names import KEPT_NAMES, SCHEDULE_TOPIC, TIMER_TOPIC, QueueKey, dlq_topic, retry_topics, unique_word
 from mqstore.broker.pop.batch import Claim
 from mqstore.broker.pop.ordered import OrderedQueues
 from mqstore.broker.pop.request import Delivery
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.pop.unordered import UnorderedQueues
 from mqstore.broker.redelivery.dead_letters import DeadLetters
-from mqstore.broker.retention import physical_of
-from mqstore.broker.router import DelayedReceipt, SendOptions
-from mqstore.broker.service import BackgroundService, Pin
+from mqstore.broker.routing.router import DelayedReceipt, SendOptions
+from mqstore.broker.tables.names import (
+    KEPT_NAMES,
+    SCHEDULE_TOPIC,
+    TIMER_TOPIC,
+    QueueKey,
+    dlq_topic,
+    retry_topics,
+    unique_word,
+)
 from mqstore.errors import ConfigError, CorruptStoreError
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import REAL_TOPIC, TIMER_DEQUEUE_MS, TIMER_OUT_MS

@@ -9,7 +9,7 @@ import numpy as np
 
 from mqstore.broker.admin.inspect import level_offsets, looked_pops, timer_view
 from mqstore.broker.admin.metrics import WaitingRetries
-from mqstore.broker.context import Tables
+from mqstore.broker.background.context import Tables
 from mqstore.broker.delay.timermessages import cancellations
 from mqstore.broker.delay.timerqueries import is_cancelled, waits_for
 from mqstore.broker.items.state import Items, Levels

@@ -17,15 +17,15 @@ from heapq import nsmallest
 from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from mqstore.broker.context import Tables, messages_of
+from mqstore.broker.background.context import Tables, messages_of
 from mqstore.broker.delay.levels import deliver_time_ms
 from mqstore.broker.delay.route import due_of
-from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC, QueueKey, dlq_topic, is_retry_topic, retry_topics
 from mqstore.broker.pop.orderinfo import OrderInfo
 from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.redelivery.dead_letters import DeadLetters
 from mqstore.broker.redelivery.reason import reason_of
+from mqstore.broker.tables.names import SCHEDULE_TOPIC, TIMER_TOPIC, QueueKey, dlq_topic, is_retry_topic, retry_topics
 from mqstore.errors import ConfigError, ReadOnlyStoreError
 from mqstore.files.lock import refusal_to_reader
 from mqstore.layout.messageid import is_message_id

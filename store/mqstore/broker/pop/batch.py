@@ -26,7 +26,7 @@ from heapq import heappop, heappush
 from struct import Struct
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from mqstore.broker.names import BROKER_NAME
+from mqstore.broker.tables.names import BROKER_NAME
 from mqstore.errors import InvalidReceiptError, ReceiptExpiredError
 from mqstore.native import kernel
 

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mqstore.broker.filters.filter import Filter
 from mqstore.broker.pop.batch import Claim, expired, pop_time, receipt_head
-from mqstore.broker.pop.log import ACK, GIVE, REVIVE, order_members
 from mqstore.broker.pop.orderinfo import BATCH_MAX, OrderInfo
+from mqstore.broker.pop.poplog.log import ACK, GIVE, REVIVE, order_members
 from mqstore.broker.pop.request import Delivery, PopRequest
 from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
+from mqstore.broker.reads.filters.filter import Filter
 from mqstore.broker.redelivery.reason import GIVEN_BACK, Reason
 from mqstore.errors import InvalidMessageError, InvalidReceiptError
 from mqstore.log.message import Message, stored_bytes

@@ -31,10 +31,10 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.batch import Batch, is_visible
 from mqstore.broker.redelivery.reason import REASON_CHARS, Reason
 from mqstore.broker.tables.configfile import NOTHING, member, object_member
+from mqstore.broker.tables.names import QueueKey
 from mqstore.signalsafe import Lock
 
 BATCH_MAX: Final = 63

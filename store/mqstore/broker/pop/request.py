@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mqstore.broker.filters.filter import Filter
-from mqstore.broker.reading import Start
+from mqstore.broker.reads.filters.filter import Filter
+from mqstore.broker.reads.reading import Start
 from mqstore.log.message import Message
 
 MIN_INVISIBLE_MS, MAX_INVISIBLE_MS = 100, 12 * 3_600_000

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from mqstore.broker.names import EXPIRY, QueueKey, is_retry_topic, pop_retry_topic, retry_topic
 from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
+from mqstore.broker.tables.names import EXPIRY, QueueKey, is_retry_topic, pop_retry_topic, retry_topic
 from mqstore.errors import ConfigError, NotPermittedError
-from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.derived.consumequeue import ConsumeQueue
 from mqstore.native import kernel
 
 _RETRY_PERCENT = 20

@@ -31,25 +31,25 @@ from contextlib import contextmanager
 from itertools import groupby
 from operator import attrgetter
 
-from mqstore.broker.context import Parts
-from mqstore.broker.names import QueueKey, pop_retry_topic
+from mqstore.broker.background.context import Parts
+from mqstore.broker.background.service import BackgroundService, Pin, Wake
 from mqstore.broker.pop.batch import SAME_MOMENT_MS, Claim, claim_of, expired
-from mqstore.broker.pop.compaction import PopKeeper
-from mqstore.broker.pop.log import ACK, GIVE
 from mqstore.broker.pop.ordered import OrderedQueues
 from mqstore.broker.pop.orderinfo import check_order_info
-from mqstore.broker.pop.replay import Replay, count_begun
+from mqstore.broker.pop.poplog.compaction import PopKeeper
+from mqstore.broker.pop.poplog.log import ACK, GIVE
+from mqstore.broker.pop.poplog.replay import Replay, count_begun
 from mqstore.broker.pop.request import MAX_INVISIBLE_MS, MIN_INVISIBLE_MS, Delivery, Pending, PopRequest
 from mqstore.broker.pop.routes import Routes
 from mqstore.broker.pop.state import MAX_BATCH, NEVER_MS, QueueState
 from mqstore.broker.pop.tables import DeadLetter, PopTables
 from mqstore.broker.pop.unordered import UnorderedQueues
-from mqstore.broker.reading import Reads
+from mqstore.broker.reads.reading import Reads
+from mqstore.broker.reads.waiting import Callback, Waiter, Waiters, Wanted
 from mqstore.broker.redelivery.attempt_journal import AttemptJournal
 from mqstore.broker.redelivery.reason import GIVEN_BACK, REASON_CHARS, Reason
-from mqstore.broker.service import BackgroundService, Pin, Wake
 from mqstore.broker.tables.configfile import ConfigFile
-from mqstore.broker.waiting import Callback, Waiter, Waiters, Wanted
+from mqstore.broker.tables.names import QueueKey, pop_retry_topic
 from mqstore.errors import ConfigError, GroupNotFoundError, InvalidReceiptError, ReceiptExpiredError
 from mqstore.options import Durability, waits_for_disk
 from mqstore.threads import breathe

@@ -21,10 +21,10 @@ from heapq import heappop, heappush
 from itertools import islice, repeat, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mqstore.broker.names import QueueKey, is_retry_topic
 from mqstore.broker.pop.batch import Batch, Timeline
 from mqstore.broker.pop.orderinfo import OrderInfo
 from mqstore.broker.redelivery.reason import EXPIRED, GIVEN_BACK, Reason
+from mqstore.broker.tables.names import QueueKey, is_retry_topic
 from mqstore.log.message import Message
 from mqstore.log.reading.tagfilter import UnitFilter
 from mqstore.native import kernel

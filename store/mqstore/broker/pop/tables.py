@@ -12,22 +12,22 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from mqstore.broker.context import Parts
+from mqstore.broker.background.context import Parts
+from mqstore.broker.background.service import Wake
 from mqstore.broker.delay.route import number
-from mqstore.broker.filters.filter import Filter
-from mqstore.broker.names import DEAD_LETTER, EXPIRES_MS, QueueKey
 from mqstore.broker.pop.batch import ENTRY, Batch, entry_bytes, pop_body, settled_body
-from mqstore.broker.pop.journal import ENTRY_ROOM, PopJournal
-from mqstore.broker.pop.log import ACK, LOCAL, POP, PopLog
 from mqstore.broker.pop.orderinfo import OrderInfo, OrderInfoTable, record_of
+from mqstore.broker.pop.poplog.journal import ENTRY_ROOM, PopJournal
+from mqstore.broker.pop.poplog.log import ACK, LOCAL, POP, PopLog
 from mqstore.broker.pop.request import Delivery
 from mqstore.broker.pop.state import Counts, QueueState, Standing
-from mqstore.broker.reading import Reads, Start
+from mqstore.broker.reads.filters.filter import Filter
+from mqstore.broker.reads.reading import Reads, Start
+from mqstore.broker.reads.waiting import Waiter, Waiters
 from mqstore.broker.redelivery.attempt_journal import Address, AttemptJournal
 from mqstore.broker.redelivery.reason import PROCESS_ENDED, Reason
 from mqstore.broker.redelivery.retry import origin_topic
-from mqstore.broker.service import Wake
-from mqstore.broker.waiting import Waiter, Waiters
+from mqstore.broker.tables.names import DEAD_LETTER, EXPIRES_MS, QueueKey
 from mqstore.errors import MQStoreError
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message

@@ -18,14 +18,14 @@ from contextlib import suppress
 from itertools import groupby
 from operator import attrgetter, itemgetter
 
-from mqstore.broker.filters.filter import Filter
-from mqstore.broker.names import QueueKey, pop_retry_topic
 from mqstore.broker.pop.batch import Batch, Claim, claim_of, expired, pop_time, receipt_head
-from mqstore.broker.pop.log import ACK, GIVE, REVIVE
+from mqstore.broker.pop.poplog.log import ACK, GIVE, REVIVE
 from mqstore.broker.pop.request import MAX_INVISIBLE_MS, MIN_INVISIBLE_MS, Delivery, PopRequest
 from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
+from mqstore.broker.reads.filters.filter import Filter
 from mqstore.broker.redelivery.reason import REOPENED, Reason
+from mqstore.broker.tables.names import QueueKey, pop_retry_topic
 from mqstore.errors import InvalidMessageError, InvalidReceiptError
 from mqstore.layout.properties import DELAY, FIRST_POP_TIME, NAME_END, PAIR_END, TIMER_DELIVER_MS, encode_properties
 from mqstore.log.message import Message, stored_bytes

@@ -39,8 +39,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from mqstore import arrays as np
-from mqstore.broker.context import Parts
-from mqstore.broker.names import QueueKey
+from mqstore.broker.background.context import Parts
+from mqstore.broker.tables.names import QueueKey
 from mqstore.errors import MQStoreError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import save_json

@@ -29,9 +29,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from mqstore.broker.context import Parts, Tables, messages_of
+from mqstore.broker.background.context import Parts, Tables, messages_of
+from mqstore.broker.background.service import BackgroundService
 from mqstore.broker.delay.route import TIMER_MARKS
-from mqstore.broker.names import (
+from mqstore.broker.routing.selection import RoundRobin, group_queue
+from mqstore.broker.tables.names import (
     DLQ_PREFIX,
     QueueKey,
     check_user_topic,
@@ -42,8 +44,6 @@ from mqstore.broker.names import (
     pop_retry_topic,
     retry_topic,
 )
-from mqstore.broker.selection import RoundRobin, group_queue
-from mqstore.broker.service import BackgroundService
 from mqstore.broker.tables.offsets import after_sent
 from mqstore.broker.tables.topics import TopicConfig
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, ReadOnlyStoreError
@@ -118,7 +118,7 @@ class DeadLetters:
 
     >>> import mqstore, tempfile
     >>> from mqstore.log.store import MessageStore
-    >>> from mqstore.broker.context import open_parts
+    >>> from mqstore.broker.background.context import open_parts
     >>> from mqstore.broker.redelivery.retry import Retries
     >>> with tempfile.TemporaryDirectory() as folder, MessageStore(folder) as store:
     ...     parts = open_parts(store)

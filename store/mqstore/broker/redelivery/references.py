@@ -23,11 +23,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from mqstore.broker.service import Pin, oldest_of
+from mqstore.broker.background.service import Pin, oldest_of
 from mqstore.layout.bodyref import REFERENCE_BYTES
 from mqstore.layout.record import BODY_ELSEWHERE
 from mqstore.log.commitlog import OutOfReachError, SendReceipt
-from mqstore.log.manifest import Manifest
+from mqstore.log.directory.manifest import Manifest
 from mqstore.log.message import Message
 from mqstore.log.store import MessageStore
 from mqstore.log.writing.writer import RecordOptions

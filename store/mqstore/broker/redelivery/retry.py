@@ -27,9 +27,10 @@ from collections.abc import Mapping, MutableMapping
 from functools import partial
 from typing import Final
 
-from mqstore.broker.context import Parts
+from mqstore.broker.background.context import Parts
 from mqstore.broker.delay.route import TIMER_MARKS
-from mqstore.broker.names import (
+from mqstore.broker.redelivery.reason import set_reason
+from mqstore.broker.tables.names import (
     EXPIRES_MS,
     QueueKey,
     dlq_topic,
@@ -38,7 +39,6 @@ from mqstore.broker.names import (
     popped_topic,
     retry_topic,
 )
-from mqstore.broker.redelivery.reason import set_reason
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError
 from mqstore.layout.properties import (
     CRC_TAIL_BYTES,

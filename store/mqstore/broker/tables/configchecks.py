@@ -22,7 +22,7 @@ from mqstore.broker.tables.requestmodes import check_request_modes
 from mqstore.broker.tables.topics import check_topics
 from mqstore.errors import UnsupportedStoreError
 from mqstore.files.jsonfile import Check
-from mqstore.log.names import is_path_safe
+from mqstore.log.directory.names import is_path_safe
 
 OVERWRITE_FILE: Final = "config/spark/overwrite.json"
 

@@ -32,7 +32,7 @@ from mqstore.errors import FormatError
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import decode_json, read_json, save_json
 from mqstore.files.safe_open import resolved
-from mqstore.log.names import is_path_safe
+from mqstore.log.directory.names import is_path_safe
 
 _FOLDER = ("config", "spark", "groups")
 _OFFSET_MAX = 0x7FFF_FFFF_FFFF_FFFF

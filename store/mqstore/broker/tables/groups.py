@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal
 
-from mqstore.broker.names import check_group, is_system_group
 from mqstore.broker.tables.configfile import NOTHING, ConfigTable, data_version, entries, member, object_member
+from mqstore.broker.tables.names import check_group, is_system_group
 from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError
 from mqstore.log.reading.reader import StoreReader
 from mqstore.logger import log as _log

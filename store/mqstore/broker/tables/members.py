@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from mqstore.broker.names import is_retry_topic
 from mqstore.broker.tables.groups import GroupTable, RetryPolicy
 from mqstore.broker.tables.localoffsets import refuse_clients
+from mqstore.broker.tables.names import is_retry_topic
 from mqstore.errors import ConfigError, GroupInUseError, SubscriptionConflictError
 from mqstore.signalsafe import Lock
 

@@ -40,13 +40,13 @@ from operator import index
 from time import thread_time
 from typing import Any
 
-from mqstore.broker.names import START_GROUP, QueueKey, is_system_group
-from mqstore.broker.service import BackgroundService
+from mqstore.broker.background.service import BackgroundService
 from mqstore.broker.tables.configfile import QUICK_MS, ConfigFile, data_version, entries, object_member
 from mqstore.broker.tables.external_offsets import ExternalOffsetFiles
+from mqstore.broker.tables.names import START_GROUP, QueueKey, is_system_group
 from mqstore.errors import ConfigError
 from mqstore.files.jsonfile import EncodedEntry
-from mqstore.log.names import is_path_safe
+from mqstore.log.directory.names import is_path_safe
 from mqstore.log.reading.reader import StoreReader
 from mqstore.log.recovery.queueends import load_ends
 from mqstore.options import Durability, milliseconds

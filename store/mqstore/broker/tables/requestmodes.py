@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, Literal, NamedTuple
 
-from mqstore.broker.names import check_group, is_retry_topic
 from mqstore.broker.tables.configfile import ConfigFile, entries, member
+from mqstore.broker.tables.names import check_group, is_retry_topic
 from mqstore.errors import ConfigError, NotPermittedError
-from mqstore.log.names import is_path_safe
+from mqstore.log.directory.names import is_path_safe
 from mqstore.log.reading.reader import StoreReader
 from mqstore.signalsafe import Lock
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from mqstore.broker.names import (
+from mqstore.broker.tables.configfile import NOTHING, ConfigTable, data_version, entries, member, object_member
+from mqstore.broker.tables.names import (
     DEAD_LETTER,
     DROP,
     EXPIRY,
@@ -31,10 +32,9 @@ from mqstore.broker.names import (
     is_system_topic,
     retry_topic,
 )
-from mqstore.broker.tables.configfile import NOTHING, ConfigTable, data_version, entries, member, object_member
 from mqstore.broker.tables.offsets import OffsetTable
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, TopicNotFoundError
-from mqstore.log.names import is_path_safe
+from mqstore.log.directory.names import is_path_safe
 from mqstore.log.reading.reader import StoreReader
 
 PERM_INHERIT, PERM_WRITE, PERM_READ = 1, 2, 4

@@ -6,9 +6,9 @@ from collections import OrderedDict, deque
 from heapq import nsmallest
 from typing import Final, Literal, NamedTuple
 
-from mqstore.broker.context import Parts, messages_of
+from mqstore.broker.background.context import Parts, messages_of
 from mqstore.broker.delay.route import number
-from mqstore.broker.names import OP_TOPIC
+from mqstore.broker.tables.names import OP_TOPIC
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import TAGS
 from mqstore.log.commitlog import SendReceipt

@@ -33,11 +33,12 @@ from contextlib import suppress
 from enum import Enum
 from typing import Final, Literal, cast
 
-from mqstore.broker.context import Parts, messages_of
+from mqstore.broker.background.context import Parts, messages_of
+from mqstore.broker.background.service import BackgroundService, Pin, Wake
 from mqstore.broker.delay.route import number
-from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP, QueueKey
-from mqstore.broker.selection import RoundRobin
-from mqstore.broker.service import BackgroundService, Pin, Wake
+from mqstore.broker.routing.selection import RoundRobin
+from mqstore.broker.routing.uniquekey import new_unique_key
+from mqstore.broker.tables.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP, QueueKey
 from mqstore.broker.transactions.prepared import (
     CHECK_EVERY_MS,
     OP_EVERY_MS,
@@ -47,7 +48,6 @@ from mqstore.broker.transactions.prepared import (
     PreparedMessages,
     TransactionHandle,
 )
-from mqstore.broker.uniquekey import new_unique_key
 from mqstore.errors import ConfigError, FlushTimeoutError, InvalidMessageError, MQStoreError, TransactionStateError
 from mqstore.layout.properties import (
     CHECK_IMMUNITY_TIME_IN_SECONDS,
@@ -105,7 +105,7 @@ class Transactions(BackgroundService):
 
     >>> import mqstore, tempfile
     >>> from mqstore.log.store import MessageStore
-    >>> from mqstore.broker.context import open_parts
+    >>> from mqstore.broker.background.context import open_parts
     >>> with tempfile.TemporaryDirectory() as folder, MessageStore(folder) as store:
     ...     transactions = Transactions(open_parts(store), lambda: None)
     ...     paid = transactions.begin("orders", b"paid", producer_group="till", queue_id=0)

@@ -22,11 +22,11 @@ from functools import partial
 from types import TracebackType
 from typing import Final
 
-from mqstore.client.allocation import Strategy, strategy_named
-from mqstore.client.groupsettings import GroupProgress, Wanted, begin_in, check_start, enter_group, place, wanted
+from mqstore.client.group.allocation import Strategy, strategy_named
+from mqstore.client.group.groupsettings import GroupProgress, Wanted, begin_in, check_start, enter_group, place, wanted
+from mqstore.client.group.membership import Membership, client_id_of
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.client.limitedlog import LimitedLog
-from mqstore.client.membership import Membership, client_id_of
 from mqstore.client.pull.positions import Positions, named
 from mqstore.client.send.preparing import one_of
 from mqstore.client.waits import Ready

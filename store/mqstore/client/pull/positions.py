@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Final
 
-from mqstore.client.groupsettings import GroupProgress
+from mqstore.client.group.groupsettings import GroupProgress
 from mqstore.client.interceptors import Interceptors
 from mqstore.contract import BrokerContract, Filter, ReadResult
 from mqstore.errors import (

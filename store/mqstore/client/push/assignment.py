@@ -22,9 +22,9 @@ from functools import partial
 from itertools import chain
 from typing import Protocol
 
-from mqstore.broker.names import retry_topic
-from mqstore.client.groupsettings import Progress, place
-from mqstore.client.membership import Membership
+from mqstore.broker.tables.names import retry_topic
+from mqstore.client.group.groupsettings import Progress, place
+from mqstore.client.group.membership import Membership
 from mqstore.client.push.batches import Context
 from mqstore.client.push.handler_call import Subscription
 from mqstore.client.push.processqueue import ProcessQueue, QueueInfo

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from mqstore.broker.names import is_dlq_topic
 from mqstore.broker.redelivery.reason import PROCESS_ENDED
-from mqstore.client.delivery import as_sent, shown
+from mqstore.broker.tables.names import is_dlq_topic
 from mqstore.client.interceptors import Settled
+from mqstore.client.pop.delivery import as_sent, shown
 from mqstore.client.push.assignment import Assignment
 from mqstore.client.push.batches import NOBODY_AGAIN_MS, Chunk, ChunkRunner
 from mqstore.client.push.handler_call import Failure

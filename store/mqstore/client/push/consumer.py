@@ -28,11 +28,11 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
-from mqstore.broker.names import check_group
 from mqstore.broker.pop.orderinfo import OrderInfoTable
-from mqstore.client.allocation import Strategy, strategy_named
+from mqstore.broker.tables.names import check_group
 from mqstore.client.consumerstats import ConsumerStats, QueueStats, topic_stats
-from mqstore.client.groupsettings import (
+from mqstore.client.group.allocation import Strategy, strategy_named
+from mqstore.client.group.groupsettings import (
     GroupProgress,
     LocalProgress,
     check_order,
@@ -41,9 +41,9 @@ from mqstore.client.groupsettings import (
     order_of,
     wanted,
 )
+from mqstore.client.group.membership import Membership, client_id_of
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.client.limitedlog import LimitedLog
-from mqstore.client.membership import Membership, client_id_of
 from mqstore.client.push.assignment import Assignment
 from mqstore.client.push.batches import Context
 from mqstore.client.push.concurrent import ConcurrentService

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 
 from mqstore.broker.admin.statistics import Statistics
 from mqstore.broker.redelivery.attempt_journal import note, note_run
-from mqstore.client.groupsettings import Wanted
+from mqstore.client.group.groupsettings import Wanted
 from mqstore.client.interceptors import DeliveryResult, Interceptors, Settled
 from mqstore.client.limitedlog import text_of
 from mqstore.client.push.handlers import COMMIT, BatchFailure, Decision, Reject, Retry, check_has_run, retry_delay

@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 
-from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.orderinfo import OrderInfoTable
 from mqstore.broker.redelivery.reason import PROCESS_ENDED
-from mqstore.client.delivery import as_sent, shown
+from mqstore.broker.tables.names import QueueKey
+from mqstore.client.pop.delivery import as_sent, shown
 from mqstore.client.push.assignment import Assignment
 from mqstore.client.push.batches import NOBODY_AGAIN_MS, Chunk, ChunkRunner, Context
 from mqstore.client.push.handler_call import Failure

@@ -27,17 +27,17 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 
-from mqstore.broker.names import is_retry_topic
-from mqstore.client.delivery import as_delivered, fail
-from mqstore.client.groupsettings import Wanted
+from mqstore.broker.tables.names import is_retry_topic
+from mqstore.client.group.groupsettings import Wanted
 from mqstore.client.interceptors import Settled
-from mqstore.client.popsource import PopSource
+from mqstore.client.pop.delivery import as_delivered, fail
+from mqstore.client.pop.popsource import PopSource
+from mqstore.client.pop.renewal import Held, Renewer
 from mqstore.client.push.batches import WORTH_MS, BatchSource, Chunk, ChunkRunner, Context
 from mqstore.client.push.handler_call import Failure, Subscription
 from mqstore.client.push.handlers import shortened
 from mqstore.client.push.processqueue import QueueInfo
 from mqstore.client.push.workers import Flow, Worker
-from mqstore.client.renewal import Held, Renewer
 from mqstore.contract import MAX_BATCH, Delivery, RetryPolicy, Start
 from mqstore.errors import ConfigError, InvalidReceiptError, MQStoreError, ReceiptExpiredError, StoreClosedError
 from mqstore.log.commitlog import QueueRef

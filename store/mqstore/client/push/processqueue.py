@@ -19,7 +19,7 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mqstore.broker.names import is_retry_topic
+from mqstore.broker.tables.names import is_retry_topic
 from mqstore.contract import Waiter
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message, stored_bytes

@@ -17,8 +17,8 @@ from dataclasses import fields
 from typing import Any, Final, NamedTuple, cast
 
 from mqstore.broker.delay.route import routed_properties
-from mqstore.broker.selection import RoundRobin
-from mqstore.broker.uniquekey import new_unique_key
+from mqstore.broker.routing.selection import RoundRobin
+from mqstore.broker.routing.uniquekey import new_unique_key
 from mqstore.client.interceptors import Interceptors
 from mqstore.contract import BrokerContract, Limits, SendOptions
 from mqstore.errors import ConfigError, FlushTimeoutError, InvalidMessageError

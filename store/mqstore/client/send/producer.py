@@ -22,7 +22,7 @@ from functools import partial
 from typing import Final, Literal, NamedTuple, NoReturn, TypeVar, Unpack, cast
 
 from mqstore.broker.delay.route import routed_properties
-from mqstore.broker.names import check_group
+from mqstore.broker.tables.names import check_group
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.send.preparing import (

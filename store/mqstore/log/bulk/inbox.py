@@ -51,9 +51,9 @@ from mqstore.files.jsonfile import load_json
 from mqstore.log.bulk.shard import read_note
 from mqstore.log.bulk.splice import Splicer, SpliceResult
 from mqstore.log.bulk.txn import is_app
-from mqstore.log.names import check_topic, is_path_safe
+from mqstore.log.directory.names import check_topic, is_path_safe
+from mqstore.log.directory.store_files import StoreParts
 from mqstore.log.stats import TaskErrors
-from mqstore.log.store_files import StoreParts
 from mqstore.logger import log as _log
 
 _REFUSED = "refused"

@@ -30,11 +30,11 @@ from mqstore.errors import FormatError, StoreIOError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import decode_json, encode_json, read_json
 from mqstore.files.safe_open import REFUSED
-from mqstore.layout.dispatch import SCHEDULE_TOPIC, topics_of
+from mqstore.layout.arrays.dispatch import SCHEDULE_TOPIC, topics_of
+from mqstore.layout.arrays.scan import Headers, has_crc_tail, walk
 from mqstore.layout.properties import CRC32
 from mqstore.layout.record import BLANK_BYTES, INNER_BATCH, TRANSACTION_COMMIT, TRANSACTION_MASK, unreadable_number
-from mqstore.layout.scan import Headers, has_crc_tail, walk
-from mqstore.log.names import MAX_QUEUE_ID, is_path_safe
+from mqstore.log.directory.names import MAX_QUEUE_ID, is_path_safe
 from mqstore.log.reading.prefetch import Prefetch
 from mqstore.log.writing.log_tail import QueueRef
 from mqstore.native import crc32c, kernel

@@ -39,6 +39,7 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.files.segment import place_in_file
 from mqstore.files.segments import SegmentRun
 from mqstore.files.segmentwriter import SegmentWriter
+from mqstore.layout.arrays.scan import everywhere, slices
 from mqstore.layout.hosts import IPV4_BYTES
 from mqstore.layout.record import (
     BLANK_BYTES,
@@ -48,14 +49,13 @@ from mqstore.layout.record import (
     Checksum,
     encode_blank,
 )
-from mqstore.layout.scan import everywhere, slices
 from mqstore.log.bulk.shard import Groups, Limits, Shard, Window, by_queue
 from mqstore.log.bulk.txn import TXN_FILE, Intent, TxnFile, TxnState, doubt, is_app
 from mqstore.log.commitlog import CommitLog
-from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.derived.consumequeue import ConsumeQueue
+from mqstore.log.directory.store_files import StoreParts
 from mqstore.log.recovery.report import Cut, Finding
-from mqstore.log.recovery.scanner import used_ranges
-from mqstore.log.store_files import StoreParts
+from mqstore.log.recovery.scanning.scanner import used_ranges
 from mqstore.log.writing.log_tail import QueueRef
 from mqstore.log.writing.syncs import LogSyncs
 from mqstore.log.writing.wakeups import Wakeups

@@ -36,8 +36,8 @@ from mqstore.files.filesystem import FILE_MODE, FileSystem
 from mqstore.files.jsonfile import FileState, load_json, save_json, state_of
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.record import Checksum
-from mqstore.log.recovery.scanner import Good, scan_log
-from mqstore.log.store_files import CheckpointFile, StoreParts
+from mqstore.log.directory.store_files import CheckpointFile, StoreParts
+from mqstore.log.recovery.scanning.scanner import Good, scan_log
 
 TXN_FILE = os.path.join("config", "spark", "txn.json")
 _SCHEMA = 1

@@ -10,9 +10,9 @@ from contextlib import suppress
 from mqstore.errors import StoreFullError
 from mqstore.files.jsonfile import FileState, state_of
 from mqstore.log.bulk.txn import Intent, IntentWatch
-from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.derived.consumequeue import ConsumeQueue
+from mqstore.log.directory.store_files import StoreParts
 from mqstore.log.reading.deleted import DELETED_FILE, load_deleted
-from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.dispatcher import Dispatcher
 from mqstore.log.writing.wakeups import Wakeups
 from mqstore.signalsafe import Lock

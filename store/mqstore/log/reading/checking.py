@@ -9,10 +9,10 @@ import mmap
 from typing import NamedTuple
 
 from mqstore import arrays as np
-from mqstore.layout.dispatch import is_listed
+from mqstore.layout.arrays.dispatch import is_listed
+from mqstore.layout.arrays.scan import Headers, topic_is, verify
 from mqstore.layout.record import MIN_RECORD_BYTES, Checksum
-from mqstore.layout.scan import Headers, topic_is, verify
-from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.derived.consumequeue import ConsumeQueue
 from mqstore.native import kernel
 
 

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mqstore.errors import CorruptStoreError, StoreIOError
 from mqstore.files.jsonfile import load_json, save_json
-from mqstore.log.consumequeue import QueueTable
+from mqstore.log.derived.consumequeue import QueueTable
 from mqstore.logger import log as _log
 
 if TYPE_CHECKING:
-    from mqstore.log.store_files import StoreParts
+    from mqstore.log.directory.store_files import StoreParts
 
 
 DELETED_FILE: Final = "config/deletedTopics.json"

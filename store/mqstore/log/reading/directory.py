@@ -37,7 +37,7 @@ from mqstore.files.readonly_fs import QUIET
 from mqstore.files.segment import place_in_file
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, is_void
 from mqstore.layout.messageid import decode_message_id
-from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.derived.consumequeue import ConsumeQueue
 from mqstore.log.message import Find, Message, UnitBatch, json_lines
 from mqstore.log.reading.reader import StoreReader
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
@@ -45,7 +45,7 @@ from mqstore.log.reading.records import RemovedBodyError
 from mqstore.log.reading.tagfilter import parse_tags
 from mqstore.log.recovery.offset_assigner import Placed
 from mqstore.log.recovery.report import Finding
-from mqstore.log.recovery.scanner import Bad, End, Good, batch_for, scan_log
+from mqstore.log.recovery.scanning.scanner import Bad, End, Good, batch_for, scan_log
 from mqstore.log.recovery.verify import Gap, Verifier
 from mqstore.log.writing.log_tail import QueueRef
 

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Literal
 
 from mqstore.errors import InvalidMessageError
-from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.derived.consumequeue import ConsumeQueue
 from mqstore.log.message import Message
 from mqstore.log.reading.reader import StoreReader, outside
 from mqstore.log.writing.log_tail import QueueRef

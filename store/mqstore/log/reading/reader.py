@@ -36,18 +36,18 @@ from mqstore.files.safe_open import resolved
 from mqstore.layout.consumequeue import UNIT, VOID_SIZE, unit_dtype
 from mqstore.layout.messageid import decode_message_id
 from mqstore.layout.record import MIN_RECORD_BYTES
-from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.manifest import Manifest
+from mqstore.log.derived.consumequeue import ConsumeQueue
+from mqstore.log.directory.manifest import Manifest
+from mqstore.log.directory.names import is_path_safe
+from mqstore.log.directory.store_files import StoreParts
 from mqstore.log.message import Message, UnitBatch, stored_bytes
-from mqstore.log.names import is_path_safe
 from mqstore.log.reading.change_feed import ChangeFeed
 from mqstore.log.reading.records import RecordReader, Request
 from mqstore.log.reading.tagfilter import UnitFilter, parse_tags, refuse_other_types
 from mqstore.log.recovery.report import Finding, RecoveryReport
-from mqstore.log.retention import disk_ratio
 from mqstore.log.stats import StoreStats
-from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.log_tail import QueueRef
+from mqstore.log.writing.retention import disk_ratio
 from mqstore.options import Duration, StoreConfig
 from mqstore.signalsafe import Lock
 

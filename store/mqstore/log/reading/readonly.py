@@ -13,10 +13,11 @@ from typing import ClassVar, Literal
 
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.lock import AbortMark, writer_alive
-from mqstore.log import manifest as manifests
 from mqstore.log.bulk.splice import would_undo
 from mqstore.log.bulk.txn import Intent
-from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.derived.consumequeue import ConsumeQueue
+from mqstore.log.directory import manifest as manifests
+from mqstore.log.directory.store_files import StoreParts
 from mqstore.log.opening import report_renamed, report_undone
 from mqstore.log.reading.change_feed import FileFeed
 from mqstore.log.reading.deleted import load_deleted
@@ -25,7 +26,6 @@ from mqstore.log.recovery.misnamed import Piece, misnamed_segments, settle_surpl
 from mqstore.log.recovery.recover import Progress, RecoverOptions, recover, unlisted_queue
 from mqstore.log.recovery.report import Finding, RecoveryReport, finding_of
 from mqstore.log.recovery.verify import Verifier
-from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.log_tail import QueueRef
 from mqstore.logger import log as _log
 from mqstore.options import Duration, Profile, StoreConfig

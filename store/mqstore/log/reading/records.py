@@ -17,19 +17,19 @@ from mqstore import arrays as np
 from mqstore.errors import FormatError
 from mqstore.files.lock import writer_alive
 from mqstore.files.segment import Segment, place_in_file
+from mqstore.layout.arrays.dispatch import SCHEDULE_TOPIC, tags_code_at
 from mqstore.layout.bodyref import place_of
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, VOID_SIZE, is_message
-from mqstore.layout.dispatch import SCHEDULE_TOPIC, tags_code_at
 from mqstore.layout.record import MIN_RECORD_BYTES, check_record, decode_record
-from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.derived.consumequeue import ConsumeQueue
+from mqstore.log.directory.names import TIMER_TOPIC
+from mqstore.log.directory.store_files import StoreParts
 from mqstore.log.message import Find, Message, UnitBatch
-from mqstore.log.names import TIMER_TOPIC
 from mqstore.log.reading.change_feed import ChangeFeed
 from mqstore.log.reading.checking import Checked, Units, check_units
 from mqstore.log.reading.tagfilter import UnitFilter
 from mqstore.log.recovery.offset_assigner import LOST_SEGMENTS
 from mqstore.log.recovery.report import Finding
-from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.log_tail import QueueRef
 from mqstore.logger import log as _log
 from mqstore.native import kernel

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from mqstore import arrays as np
 from mqstore.errors import FilterError
+from mqstore.layout.arrays.dispatch import SCHEDULE_TOPIC
 from mqstore.layout.consumequeue import LAST_ADDRESS
-from mqstore.layout.dispatch import SCHEDULE_TOPIC
 from mqstore.layout.javahash import java_hash
 from mqstore.native import kernel
 

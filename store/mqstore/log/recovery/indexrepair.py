@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mqstore import arrays as np
-from mqstore.layout.dispatch import Rows
-from mqstore.log.index import Index, IndexFile
+from mqstore.layout.arrays.dispatch import Rows
+from mqstore.log.derived.index import Index, IndexFile
+from mqstore.log.directory.store_files import StoreParts
 from mqstore.log.recovery.report import Finding, RecoveryReport
-from mqstore.log.store_files import StoreParts
 
 if TYPE_CHECKING:
     Wanted = tuple[np.NDArray[np.int32], np.NDArray[np.int64], np.NDArray[np.int64]]

@@ -20,10 +20,10 @@ from mqstore.errors import CorruptStoreError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.segment import LoadProblem, segment_name, segment_start
 from mqstore.files.segments import SegmentRun
+from mqstore.layout.arrays.scan import content_end, find_next
 from mqstore.layout.record import MAGIC_AT, MAGIC_V1, MAGIC_V2, PHYSICAL_OFFSET_AT, Checksum, check_record
-from mqstore.layout.scan import content_end, find_next
 from mqstore.log.recovery.report import Cut, RecoveryReport
-from mqstore.log.recovery.scanner import joined_bytes
+from mqstore.log.recovery.scanning.scanner import joined_bytes
 from mqstore.log.recovery.tail import free_cut_path, save_bytes
 
 _MAGICS = tuple(magic.to_bytes(4, "big", signed=True) for magic in (MAGIC_V1, MAGIC_V2))

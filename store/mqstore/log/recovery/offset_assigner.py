@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 from mqstore import arrays as np
 from mqstore.files.segment import place_in_file
+from mqstore.layout.arrays.dispatch import Rows
 from mqstore.layout.consumequeue import VOID, is_void
-from mqstore.layout.dispatch import Rows
 from mqstore.layout.record import MIN_RECORD_BYTES
-from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.names import is_path_safe
+from mqstore.log.derived.consumequeue import ConsumeQueue
+from mqstore.log.directory.names import is_path_safe
+from mqstore.log.directory.store_files import StoreParts
 from mqstore.log.recovery.report import Finding, Kind
-from mqstore.log.recovery.scanner import record_at
-from mqstore.log.store_files import StoreParts
+from mqstore.log.recovery.scanning.scanner import record_at
 
 MAX_SLOT = (1 << 63) // 64
 """Maximum number of units of a queue. Their byte offset is an i64, and they have 20 bytes each."""

@@ -34,12 +34,13 @@ from typing import NamedTuple
 from mqstore import arrays as np
 from mqstore.files.segment import LoadProblem, place_in_file
 from mqstore.files.segmentwriter import EXTENDED
+from mqstore.layout.arrays.dispatch import Rows
+from mqstore.layout.arrays.scan import Headers
 from mqstore.layout.consumequeue import VOID_SIZE, differing, is_void, unit_dtype
-from mqstore.layout.dispatch import Rows
 from mqstore.layout.record import QUEUE_OFFSET_AT
-from mqstore.layout.scan import Headers
-from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.names import is_path_safe
+from mqstore.log.derived.consumequeue import ConsumeQueue
+from mqstore.log.directory.names import is_path_safe
+from mqstore.log.directory.store_files import StoreParts
 from mqstore.log.recovery.indexrepair import IndexRepair
 from mqstore.log.recovery.misnamed import MisnamedSegmentsError, misnamed_segments, surplus_pieces
 from mqstore.log.recovery.offset_assigner import (
@@ -51,10 +52,9 @@ from mqstore.log.recovery.offset_assigner import (
     unit_findings,
 )
 from mqstore.log.recovery.report import Cut, Finding, RecoveryReport, finding_of
-from mqstore.log.recovery.scanner import NEVER_TORN, Bad, End, Good, batch_for, scan_log, until_torn
-from mqstore.log.recovery.scanstart import ScanStart, WholeLogNeededError
+from mqstore.log.recovery.scanning.scanner import NEVER_TORN, Bad, End, Good, batch_for, scan_log, until_torn
+from mqstore.log.recovery.scanning.scanstart import ScanStart, WholeLogNeededError
 from mqstore.log.recovery.tail import COPY_BYTES, Tail
-from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.log_tail import QueueRef
 from mqstore.logger import log as _log
 

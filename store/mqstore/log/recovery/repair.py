@@ -13,8 +13,8 @@ from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import NO_CHECKS, Check, load_json, set_aside_json
 from mqstore.files.lock import WriterLock, refuse_beside_writer
 from mqstore.files.safe_open import resolved
-from mqstore.log import manifest as manifests
-from mqstore.log.manifest import check_own
+from mqstore.log.directory import manifest as manifests
+from mqstore.log.directory.manifest import check_own
 from mqstore.log.reading.reader import StoreReader
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.known_damage import load_known, save_known

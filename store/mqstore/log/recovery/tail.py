@@ -12,9 +12,9 @@ from pathlib import Path
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.segment import place_in_file
 from mqstore.layout.record import check_record
+from mqstore.log.directory.store_files import StoreParts
 from mqstore.log.recovery.report import Cut, RecoveryReport
-from mqstore.log.recovery.scanner import End, Good, scan_log, used_ranges
-from mqstore.log.store_files import StoreParts
+from mqstore.log.recovery.scanning.scanner import End, Good, scan_log, used_ranges
 
 COPY_BYTES = 1 << 20
 """Number of bytes of a log copied at a time."""

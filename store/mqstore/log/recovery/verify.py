@@ -28,17 +28,19 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import Check, check_backup, load_json
 from mqstore.files.lock import writer_alive
 from mqstore.files.segment import LoadProblem, place_in_file
+from mqstore.layout.arrays.dispatch import Rows
 from mqstore.layout.consumequeue import UNIT, differing, is_void
-from mqstore.layout.dispatch import Rows
 from mqstore.log.bulk.txn import TXN_FILE, TxnState
-from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.manifest import MANIFEST
-from mqstore.log.names import is_path_safe
+from mqstore.log.derived.consumequeue import ConsumeQueue
+from mqstore.log.directory.manifest import MANIFEST
+from mqstore.log.directory.names import is_path_safe
+from mqstore.log.directory.store_files import StoreParts
 from mqstore.log.reading.deleted import DELETED_FILE, check_deleted
 from mqstore.log.recovery.indexrepair import IndexTally, tally_index
 from mqstore.log.recovery.known_damage import KNOWN_FILE, check_known
 from mqstore.log.recovery.offset_assigner import Misnumbered, OffsetAssigner, Placed, first_slot_in_range, unit_findings
-from mqstore.log.recovery.ranges import (
+from mqstore.log.recovery.report import Finding, Kind, finding_of
+from mqstore.log.recovery.scanning.ranges import (
     RANGE_BYTES,
     LogRange,
     RangeResult,
@@ -47,9 +49,16 @@ from mqstore.log.recovery.ranges import (
     cut_ranges,
     read_range,
 )
-from mqstore.log.recovery.report import Finding, Kind, finding_of
-from mqstore.log.recovery.scanner import Bad, End, Good, batch_for, joined_bytes, scan_segment, until_torn, used_end
-from mqstore.log.store_files import StoreParts
+from mqstore.log.recovery.scanning.scanner import (
+    Bad,
+    End,
+    Good,
+    batch_for,
+    joined_bytes,
+    scan_segment,
+    until_torn,
+    used_end,
+)
 
 if TYPE_CHECKING:
     from mqstore.log.recovery.indexrepair import Wanted

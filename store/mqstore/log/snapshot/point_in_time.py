@@ -35,10 +35,10 @@ from mqstore.files.readonly_fs import QUIET
 from mqstore.files.segment import Segment, segment_start
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.checkpoint import FILE_BYTES, decode, encode
-from mqstore.log import manifest as manifests
 from mqstore.log.bulk.inbox import inbox_state
 from mqstore.log.bulk.txn import TXN_FILE, IntentWatch, TxnState, doubt
-from mqstore.log.recovery.scanner import Bad, End, scan_log, used_end
+from mqstore.log.directory import manifest as manifests
+from mqstore.log.recovery.scanning.scanner import Bad, End, scan_log, used_end
 from mqstore.options import StoreConfig
 
 _PATIENCE_S: Final = 10.0

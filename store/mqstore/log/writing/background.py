@@ -13,8 +13,8 @@ from datetime import timedelta
 from mqstore.files.filesystem import SyncNotBegunError, is_not_begun
 from mqstore.files.flusher import GroupCommit
 from mqstore.layout.checkpoint import Checkpoint
+from mqstore.log.directory.store_files import StoreParts
 from mqstore.log.stats import TaskErrors
-from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.dispatcher import Dispatcher
 from mqstore.log.writing.wakeups import Wakeups
 from mqstore.options import milliseconds

@@ -19,15 +19,15 @@ from struct import Struct
 
 from mqstore import arrays as np
 from mqstore.errors import StoreFullError
+from mqstore.layout.arrays.dispatch import FEW_RECORDS, FEW_WITHOUT_NUMPY, Output, few
+from mqstore.layout.arrays.scan import find_next, read_run
 from mqstore.layout.consumequeue import UNIT_BYTES, unit_dtype
-from mqstore.layout.dispatch import FEW_RECORDS, FEW_WITHOUT_NUMPY, Output, few
-from mqstore.layout.scan import find_next, read_run
 from mqstore.log.commitlog import CommitLog
-from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.names import is_path_safe
-from mqstore.log.recovery.scanner import check_at
+from mqstore.log.derived.consumequeue import ConsumeQueue
+from mqstore.log.directory.names import is_path_safe
+from mqstore.log.directory.store_files import StoreParts
+from mqstore.log.recovery.scanning.scanner import check_at
 from mqstore.log.stats import TaskErrors
-from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.log_tail import QueueTail
 from mqstore.log.writing.wakeups import NEVER, Wakeups
 from mqstore.logger import log as _log

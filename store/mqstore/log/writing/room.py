@@ -27,7 +27,7 @@ from mqstore.errors import MQStoreError, StoreFullError
 from mqstore.files.filesystem import FileSystem
 from mqstore.layout.record import MIN_RECORD_BYTES
 from mqstore.log.commitlog import CommitLog
-from mqstore.log.store_files import StoreParts
+from mqstore.log.directory.store_files import StoreParts
 from mqstore.log.writing.dispatcher import Dispatcher
 from mqstore.options import Retention
 from mqstore.signalsafe import Gate, Lock

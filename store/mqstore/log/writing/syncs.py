@@ -9,8 +9,8 @@ from mqstore.errors import FlushFailedError, FlushTimeoutError, MQStoreError, St
 from mqstore.files.filesystem import SyncNotBegunError
 from mqstore.files.flusher import GroupCommit
 from mqstore.log.commitlog import CommitLog, SendReceipt
+from mqstore.log.directory.store_files import StoreParts
 from mqstore.log.stats import Histogram
-from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.wakeups import Wakeups
 from mqstore.options import seconds
 

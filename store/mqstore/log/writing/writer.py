@@ -18,17 +18,17 @@ from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, cast
 
 from mqstore import arrays as np
 from mqstore.errors import FormatError, InvalidMessageError, MQStoreError
-from mqstore.layout.dispatch import SCHEDULE_TOPIC
-from mqstore.layout.encode import lengths_of
+from mqstore.layout.arrays.dispatch import SCHEDULE_TOPIC
+from mqstore.layout.arrays.encode import lengths_of
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import MAX_PROPERTIES_BYTES, RESERVED, UNIQ_KEY, decode_properties, encode_properties
 from mqstore.layout.record import BLANK_BYTES, INNER_BATCH, MAGIC_V1, MAGIC_V2, MAX_TOPIC_BYTES_V1, unreadable_number
 from mqstore.log.commitlog import ALLOWANCE, ORDINARY, CommitLog, Fields, SendReceipt, SendReceipts
-from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.derived.consumequeue import ConsumeQueue
+from mqstore.log.directory.names import MAX_QUEUE_ID, check_topic
+from mqstore.log.directory.store_files import StoreParts
 from mqstore.log.message import Message
-from mqstore.log.names import MAX_QUEUE_ID, check_topic
 from mqstore.log.stats import Histogram
-from mqstore.log.store_files import StoreParts
 from mqstore.log.writing.log_tail import LogTail, QueueRef, QueueTail
 from mqstore.log.writing.outgoing import (
     SLOTS,

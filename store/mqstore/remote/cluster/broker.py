@@ -19,8 +19,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mqstore.broker.filters.filter import parse_filter
-from mqstore.broker.names import is_system_topic
+from mqstore.broker.reads.filters.filter import parse_filter
+from mqstore.broker.tables.names import is_system_topic
 from mqstore.clock import SYSTEM_CLOCK
 from mqstore.contract import BlockedQueue, DeadLetters, Limits, OffsetCalls
 from mqstore.errors import ConfigError

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from mqstore.broker.names import retry_topic
 from mqstore.broker.redelivery.dead_letters import _MARKS, DeadLetters, Replay, _Letter, origin_of
+from mqstore.broker.tables.names import retry_topic
 from mqstore.layout.properties import FIRST_POP_TIME, RETRY_TOPIC
 from mqstore.log.message import Message
 from mqstore.remote.cluster.degrade import refuse

@@ -20,12 +20,12 @@ from functools import partial
 from itertools import count
 from typing import Any, Final
 
-from mqstore.broker.filters.filter import as_filter
-from mqstore.broker.names import dlq_topic, pop_retry_topic, retry_topic
 from mqstore.broker.pop.batch import claim_of, expired
+from mqstore.broker.reads.filters.filter import as_filter
+from mqstore.broker.reads.waiting import Callback, Waiter
 from mqstore.broker.redelivery.reason import set_reason
 from mqstore.broker.redelivery.retry import origin_topic
-from mqstore.broker.waiting import Callback, Waiter
+from mqstore.broker.tables.names import dlq_topic, pop_retry_topic, retry_topic
 from mqstore.contract import MAX_BATCH, Delivery, Filter, Loss, Pending
 from mqstore.errors import ConfigError, ConnectionLostError
 from mqstore.layout.properties import (

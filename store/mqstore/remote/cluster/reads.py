@@ -16,9 +16,9 @@ from datetime import datetime
 from functools import partial
 from typing import Any, Final, Literal, get_args
 
-from mqstore.broker.filters.filter import as_filter
-from mqstore.broker.names import is_retry_topic
-from mqstore.broker.waiting import Callback, Waiter
+from mqstore.broker.reads.filters.filter import as_filter
+from mqstore.broker.reads.waiting import Callback, Waiter
+from mqstore.broker.tables.names import is_retry_topic
 from mqstore.clock import Clock
 from mqstore.contract import Filter, ReadResult, Start
 from mqstore.errors import ConfigError, GroupNotFoundError, MQStoreError, ResultCode, StoreClosedError

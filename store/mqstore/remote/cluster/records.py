@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from struct import Struct
 from typing import Any, Final
 
-from mqstore.broker.filters.filter import Filter
+from mqstore.broker.reads.filters.filter import Filter
 from mqstore.errors import ResultCode
 from mqstore.layout.consumequeue import UNIT
 from mqstore.layout.hosts import encode_host

@@ -17,8 +17,8 @@ from typing import Any, Final, NamedTuple, TypeVar, Unpack
 
 from mqstore.broker.delay.recall import parse_recall_handle
 from mqstore.broker.delay.route import routed_properties
-from mqstore.broker.selection import RoundRobin, group_queue
-from mqstore.broker.uniquekey import new_unique_key
+from mqstore.broker.routing.selection import RoundRobin, group_queue
+from mqstore.broker.routing.uniquekey import new_unique_key
 from mqstore.clock import Clock
 from mqstore.contract import NOT_ASKED, NobodyAsked, SendOptions, TransactionHandle
 from mqstore.errors import ConfigError, ConnectionLostError, InvalidMessageError, MQStoreError, NotPermittedError

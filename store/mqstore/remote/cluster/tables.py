@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Final, NoReturn
 
-from mqstore.broker.names import check_group, check_user_topic, is_system_topic, retry_topic
 from mqstore.broker.tables.groups import GroupConfig, RetryPolicy, default_retry
 from mqstore.broker.tables.locks import LEASE_MS
+from mqstore.broker.tables.names import check_group, check_user_topic, is_system_topic, retry_topic
 from mqstore.clock import Clock
 from mqstore.contract import Member, Mode, QueueLock, Subscriptions
 from mqstore.errors import ConfigError, ConnectionLostError, GroupInUseError, MQStoreError, TopicNotFoundError

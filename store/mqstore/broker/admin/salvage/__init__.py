@@ -1,0 +1,1 @@
+"""Messages that recovery has cut, and whole records in any bytes."""

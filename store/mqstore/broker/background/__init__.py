@@ -1,0 +1,1 @@
+"""Background services of a broker: their interface and thread, their context, and retention."""

@@ -1,0 +1,1 @@
+"""Reads by offset, waits for new messages, and filters."""

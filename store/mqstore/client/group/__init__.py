@@ -1,0 +1,1 @@
+"""Shared by the members of a consumer group: settings, offsets, membership, shares of the queues."""

@@ -1,0 +1,1 @@
+"""Consumers by receipt: their source of messages, leases and renewal, the simple consumer."""

@@ -1,0 +1,1 @@
+"""Options of jobs and of the data source for Spark, and the choice of messages and stores."""

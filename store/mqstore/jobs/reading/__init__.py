@@ -1,0 +1,1 @@
+"""Reading by jobs: stores, plans, progress of streams, tasks."""

@@ -1,0 +1,1 @@
+"""Writing by jobs: staged files, and their commit."""

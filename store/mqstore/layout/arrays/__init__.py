@@ -1,0 +1,1 @@
+"""Many records at once, in array passes."""

@@ -1,0 +1,1 @@
+"""Files that follow from the commitlog: consume queues and index files."""

@@ -1,0 +1,1 @@
+"""Directory of a store: names, manifest, files."""

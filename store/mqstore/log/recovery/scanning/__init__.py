@@ -1,0 +1,1 @@
+"""Scans of a log, in one process or in many tasks."""

@@ -1,0 +1,1 @@
+"""Requests of RocketMQ's clients, by subject."""
