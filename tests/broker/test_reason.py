@@ -49,6 +49,21 @@ def test_reasons_of_waiting_messages_are_kept(pops: PopBench, monkeypatch: pytes
     assert len(pops.state.reasons) < 16
 
 
+@pytest.mark.parametrize("count", [1, 4])
+def test_ended_deliveries_without_order_keep_no_reason_and_no_progress(pops: PopBench, count: int) -> None:
+    """However many there were: no later failure in the queue is needed to forget them."""
+    pops.put("t", 4)
+    failed, given, held, acked = [each for _ in range(4 // count) for each in pops.pop(n=count)]
+    pops.service.nack("g", "t", failed.receipt, HOUR_MS, error="busy")
+    pops.service.release("g", "t", [given.receipt], delay_ms=HOUR_MS)
+    pops.service.change_invisible("g", "t", held.receipt, HOUR_MS, progress="half")
+    pops.service.change_invisible("g", "t", acked.receipt, HOUR_MS, renew=True, progress="half")
+    pops.ack(acked)
+    assert (sorted(pops.state.reasons), sorted(pops.state.progress)) == ([0, 1], [2])
+    pops.advance(2 * HOUR_MS)
+    assert (pops.state.reasons, pops.state.progress, list(pops.state.released)) == ({}, {}, [1])
+
+
 @pytest.mark.parametrize("counts", [False, True])
 def test_texts_are_kept_of_limited_number_of_messages(
     pops: PopBench, monkeypatch: pytest.MonkeyPatch, counts: bool

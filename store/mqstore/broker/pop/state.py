@@ -144,12 +144,12 @@ class QueueState(QueueFields):
         """Heap of the offsets in `released`, and of some that have left it."""
         self.revived: dict[int, None] = {}
         self.reasons: dict[int, tuple[Batch, Reason]] = {}
-        """Deliveries in flight that no receiver holds, by offset (`reason`). Like those in the next two dictionaries,
-        some may have been settled."""
+        """Deliveries in flight that no receiver holds, by offset (`reason`). In order, some may have been settled here
+        and in the next dictionary."""
         self.progress: dict[int, str] = {}
         """Progress that the holders of deliveries have set, by offset."""
         self.holders: dict[int, str] = {}
-        """Receivers that are in another process, by offset."""
+        """Receivers that are in another process, by offset. Some deliveries may have been settled."""
         self.skipped: dict[int, int] = {}
         """Offsets that are settled and will not be delivered, with their log position, in the order of the log.
         Some that the cursor has passed may still be here."""
@@ -212,6 +212,7 @@ class QueueState(QueueFields):
         for offset in known:
             if in_flight.pop(offset, None) is None:
                 released.pop(offset, None)
+        self._drop_notes(known)
         self._strike(batch, batch.bits(known))
         if self.timeline.entries > _COMPACT_FROM + 2 * self._batches:
             self._compact()
@@ -222,8 +223,7 @@ class QueueState(QueueFields):
         for offset in offsets:
             if self.in_flight.get(offset) is batch:
                 del self.in_flight[offset]
-                self.progress.pop(offset, None)
-                self.reasons.pop(offset, None)
+                self._drop_notes((offset,))
                 self.released[offset] = batch
                 heappush(self._free, offset)
         if len(self._free) > _COMPACT_FROM + 2 * len(self.released):
@@ -321,6 +321,13 @@ class QueueState(QueueFields):
         """Return the receiver of a delivery in flight, if it is in another process and known."""
         batch = self.in_flight.get(offset, self.fifo)
         return "" if batch is None or batch.local else self.holders.get(offset, "")
+
+    def _drop_notes(self, offsets: Iterable[int]) -> None:
+        """Forget why and how far deliveries without order were handled, as they end.
+        Compiled code does not end these: a note comes with a change of the visible time."""
+        for notes in (self.reasons, self.progress):
+            for offset in offsets if notes else ():
+                notes.pop(offset, None)
 
     def _drop_settled(self, notes: dict[int, Any]) -> None:
         if len(notes) > _COMPACT_FROM + 2 * len(self.in_flight):
