@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.broker.pop import state as pop_state
+from mqstore.broker.pop.poplog.log import CHANGE, POP
 from mqstore.broker.redelivery.reason import REASON_CHARS, Reason
 from tests.broker.popsupport import PopBench
 
@@ -62,6 +63,17 @@ def test_ended_deliveries_without_order_keep_no_reason_and_no_progress(pops: Pop
     assert (sorted(pops.state.reasons), sorted(pops.state.progress)) == ([0, 1], [2])
     pops.advance(2 * HOUR_MS)
     assert (pops.state.reasons, pops.state.progress, list(pops.state.released)) == ({}, {}, [1])
+
+
+def test_rewritten_batch_is_one_record_whatever_its_reasons(pops: PopBench) -> None:
+    pops.put("t", 4)
+    for each in pops.pop(n=4):
+        pops.service.nack("g", "t", each.receipt, HOUR_MS, error=str(each.message.offset))
+    before = pops.tables.log.bounds()[1]
+    pops.service._unordered.rewrite(pops.state, pops.state.in_flight[0])
+    records = [*pops.tables.log.records(before)]
+    assert [record.kind for record in records] == [POP, *[CHANGE] * 4]
+    assert [Reason.of(record.value).text for record in records[1:]] == ["0", "1", "2", "3"]
 
 
 @pytest.mark.parametrize("counts", [False, True])

@@ -474,15 +474,15 @@ class UnorderedQueues:
     def rewrite(self, state: QueueState, batch: Batch) -> None:
         """Append the open rest of an old batch at the log end, so that a replay may begin after its old record."""
         released = {offset for offset in batch.open_offsets() if state.released.get(offset) is batch}
-        alike: dict[tuple[int, int, bool, Reason | None], list[int]] = {}
+        alike: dict[tuple[int, int, bool], list[int]] = {}
         for offset in batch.open_offsets():
-            ends = state.holds(batch, offset), state.reason(batch, offset)
-            alike.setdefault((*batch.times(offset), *ends), []).append(offset)
-        for (pop_time_ms, invisible_ms, local, reason), offsets in alike.items():
+            alike.setdefault((*batch.times(offset), state.holds(batch, offset)), []).append(offset)
+        for (pop_time_ms, invisible_ms, local), offsets in alike.items():
             new = self._tables.log_batch(state, offsets, pop_time_ms, invisible_ms, state.cursor, local=local)
             state.replace(new, offsets)
-            for offset in offsets if reason is not None else ():
-                self._tables.log_change(state, new, offset, (pop_time_ms, invisible_ms), reason)
+            for offset in offsets:
+                if (reason := state.reason(batch, offset)) is not None:
+                    self._tables.log_change(state, new, offset, (pop_time_ms, invisible_ms), reason)
             if free := [offset for offset in offsets if offset in released]:
                 self._log.put_settled(GIVE, new.name, free)
                 state.release(new, free)
