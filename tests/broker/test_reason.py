@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mqstore import RetryPolicy
 from mqstore.broker.pop import state as pop_state
 from mqstore.broker.pop.poplog.log import CHANGE, POP
-from mqstore.broker.redelivery.reason import REASON_CHARS, Reason
-from tests.broker.popsupport import PopBench
+from mqstore.broker.redelivery.attempt_journal import Address, AttemptJournal
+from mqstore.broker.redelivery.reason import PROCESS_ENDED, REASON_CHARS, Reason, reason_of
+from tests.broker.popsupport import DLQ, PopBench
 
 HOUR_MS = 3_600_000
 TEXTS = st.text(max_size=REASON_CHARS + 1)
@@ -74,6 +76,23 @@ def test_rewritten_batch_is_one_record_whatever_its_reasons(pops: PopBench) -> N
     records = [*pops.tables.log.records(before)]
     assert [record.kind for record in records] == [POP, *[CHANGE] * 4]
     assert [Reason.of(record.value).text for record in records[1:]] == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("order", [False, True])
+def test_dead_letter_that_meets_a_full_disk_has_its_reason_later(
+    pops: PopBench, monkeypatch: pytest.MonkeyPatch, order: bool
+) -> None:
+    pops.parts.groups.create("g", retry_policy=RetryPolicy(1, [1]))
+    pops.put("t", 1)
+    assert len(pops.pop(order=order, invisible_ms=1_000)) == 1
+    begun = pops.tables.begun = AttemptJournal(pops.parts)
+    begun.suspects.add("g", [Address("t", 0, 0)])
+    pops.fail_once(monkeypatch, "file_dead_letter")
+    with pytest.raises(OSError, match="no space"):
+        pops.advance(1_000)
+    pops.advance(2_000)
+    assert [reason_of(letter) for letter in pops.read(DLQ)] == [PROCESS_ENDED.text]
+    assert not begun.suspects.holds("g", Address("t", 0, 0))
 
 
 @pytest.mark.parametrize("counts", [False, True])

@@ -218,6 +218,7 @@ class OrderedQueues:
             try:
                 reason = self._tables.last_reason(state.key, offset, attempt, limit)
                 record = self._dead_letter(state, record, offset, reason)
+                self._tables.comes_again(state.key, offset, None)
             except InvalidMessageError as error:
                 # A later try would fail, too, because the record has the greatest possible length. So it stays in its
                 # queue and is delivered again and again.

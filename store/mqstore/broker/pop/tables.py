@@ -356,9 +356,8 @@ class PopTables(PopFields):
             self.begun.suspects.clear(key.group, [Address(key.topic, key.queue_id, offset)])
 
     def last_reason(self, key: QueueKey, offset: int, attempt: int, limit: int) -> str:
-        """Return the reason of a dead letter whose last attempt nobody settled. It is not a suspect any more."""
+        """Return the reason of a dead letter whose last attempt nobody settled."""
         ended = self.ended_process(key, offset)
-        self.comes_again(key, offset, None)
         return PROCESS_ENDED.text if ended else f"attempt {attempt} of {limit} ended without acknowledgement"
 
     # -- FIFO records -----------------------------------------------------------------------------------------------

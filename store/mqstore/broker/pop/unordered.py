@@ -455,6 +455,7 @@ class UnorderedQueues:
         try:
             if limit is not None and attempts >= limit:
                 tables.file_dead_letter(key.group, message, tables.last_reason(key, offset, attempts, limit))
+                tables.comes_again(key, offset, None)
                 return True
             (topic, queue_id), properties = self._retry_queue(state), _retry_properties(message, batch.pop_time_ms)
             if visible_ms > (now_ms := tables.clock.now_ms()):
