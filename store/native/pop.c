@@ -655,7 +655,7 @@ static PyObject *first_source(PyObject *route, bool in_order)
     if (rng == Py_None)
         return PyList_GET_ITEM(queues, 0);
     PyObject *number = PyObject_CallNoArgs(rng);
-    double roll = number ? PyFloat_AsDouble(number) * 100 : -1;
+    double roll = number ? PyFloat_AsDouble(number) * 100 * (double)PyList_GET_SIZE(queues) : -1;
     Py_XDECREF(number);
     return PyErr_Occurred() ? NULL : roll < 0 ? Py_None : PyList_GET_ITEM(queues, (Py_ssize_t)roll % PyList_GET_SIZE(queues));
 }

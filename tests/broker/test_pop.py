@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,21 @@ def test_one_pop_in_five_looks_at_the_retry_topic_first(tmp_path: Path, lucky: f
         pops.advance(INVISIBLE_MS)
         pops.put("t", 1, first=1)
         assert bodies(pops.pop()) == [expected]
+
+
+@pytest.mark.parametrize("queues", [1, 2, 7, 99, 100, 101, 128])
+def test_each_queue_comes_first_as_often_as_another(tmp_path: Path, queues: int) -> None:
+    numbers = [(i + 0.5) / (100 * queues) for i in range(100 * queues)]
+    turns = iter([0.5, *numbers])
+    with PopBench(tmp_path / "store", rng=lambda: next(turns), queues=queues) as pops:
+        pops.parts.groups.create("g")
+        pops.parts.topics.ensure(RETRY, 1)
+        assert pops.pop() == []
+        route = pops.tables.route("g", "t")
+        assert route is not None
+        found = [route.sources() for _ in numbers]
+        firsts = Counter((first[0], (second if first[0] else first)[1].key.queue_id) for first, second, *_ in found)
+        assert firsts == {(mark, i): count for mark, count in [(2, 20), (0, 80)] for i in range(queues)}
 
 
 def test_copies_go_to_version_1_by_option_and_both_are_read(tmp_path: Path) -> None:

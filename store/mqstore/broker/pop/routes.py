@@ -50,12 +50,12 @@ class Route(NamedTuple):
         Most pops look at retries last, so that failing messages do not delay new ones, and some look at them first, so
         that they do not starve in a busy topic. `all_ranks` False: of priorities only those that may have a message.
         Compiled code selects the first one without retries: `first_source` of pop.c."""
-        roll = 0 if self.rng is None else int(self.rng() * 100)
+        roll = 0.0 if self.rng is None else self.rng() * 100
         if self.ranks is not None and queue_id == -1 and not order:
             ranks = self.ranks[roll < _RETRY_PERCENT]
             return [each[:2] for each in ranks if all_ranks or each[2].next_offset > each[1].cursor or each[1].released]
         new = self.new if queue_id == -1 else [(0, self.queue(queue_id))]
-        if at := roll % len(new):
+        if at := int(roll * len(new)) % len(new):  # all are as likely, with retries first or last
             new = new[at:] + new[:at]
         if not self.retries:
             return new
