@@ -33,9 +33,9 @@ from mqstore.native import kernel
 T = TypeVar("T")
 NEVER_TORN = 1 << 62
 """Watermark for the case that all bad bytes are damage."""
-_BATCH = 1 << 14
+_BATCH = 8192
 _BATCH_MAX = 1 << 19
-_MOST_MET = 32 << 20
+_MOST_MET = 16 << 20
 _CLOSE_BYTES = 4096
 
 
@@ -154,9 +154,6 @@ def scan_log(
     checked.
     """
     blank: set[int] = set()
-    # Once a chunk of this size was freed, glibc keeps twice as much free memory, enough for the tables of a batch.
-    # Otherwise each batch gets them from the system again, and an opening has three times as many page faults.
-    np.empty(3 << 20, np.uint8)
 
     def read(segment: Segment, at: int) -> Generator[Good | Bad, None, int]:
         return scan_segment(run, segment, at, checksum, checksums=checksums, blank=blank, batch=batch)
