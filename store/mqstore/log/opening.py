@@ -62,6 +62,8 @@ class Opening:
         self._txn = txn
         self._abort = abort
         self._path, self._fs, self._manifest = parts.root, parts.fs, parts.manifest
+        self._mended_checkpoint = False
+        """True if a bad checkpoint was replaced before the recovery could see it."""
 
     def run(self, options: RecoverOptions, progress: Progress | None) -> tuple[Outcome, bool]:
         """Load and recover the store. On an error the caller closes the parts.
@@ -107,8 +109,7 @@ class Opening:
         if any(at > outcome.end for at in deleted.values()):  # the log lost its end, and new messages will follow there
             save_deleted(parts, {topic: min(at, outcome.end) for topic, at in deleted.items()})
         report = outcome.report
-        # `_note_watermark` has mended what a plan reports as a bad checkpoint.
-        report.changed |= options.full and had_checkpoint is True and parts.checksum == "crc32c-record"
+        report.changed |= options.full and self._mended_checkpoint
         report_renamed(report, renamed, surplus)
         report_undone(report, undone)
         # The backup of this file is one version older. With it a batch could be appended twice.
@@ -174,6 +175,7 @@ class Opening:
                 return None
             start = parts.log_files.min_offset
             end = written_end(parts.log_files, start, parts.checksum)
+            self._mended_checkpoint = parts.bad_checkpoint() is not None
             parts.save_checkpoint(replace(known, flushed=end, dispatched=start, clean_end=-1))
         finally:
             parts.close()
