@@ -638,7 +638,8 @@ static PyObject *route_of(const PopFields *self, PyObject *group, PyObject *topi
 /* Return the first queue of `Route.sources` (routes.py) without retries, borrowed; None without one, NULL with an exception. */
 static PyObject *first_source(PyObject *route, bool in_order)
 {
-    PyObject *ranks = PyTuple_GET_ITEM(route, RANKS), *queues = PyTuple_GET_ITEM(route, SETTLED), *rng = PyTuple_GET_ITEM(route, RNG);
+    PyObject *ranks = PyTuple_GET_ITEM(route, RANKS), *queues = PyTuple_GET_ITEM(route, SETTLED);
+    PyObject *rng = PyTuple_GET_ITEM(route, RNG);
     ranks = PyTuple_Check(ranks) && !in_order ? PyTuple_GET_ITEM(ranks, 0) : Py_None;
     Py_ssize_t count = PyList_CheckExact(ranks) ? PyList_GET_SIZE(ranks) : 0;
     for (Py_ssize_t i = 0; i < count; i++) {

@@ -55,8 +55,8 @@ static int64_t number_of(Keys *keys, int64_t at, int64_t size, int64_t limit)
     return keys->last = keys->count++;
 }
 
-/* Rows of the tables that `sweep` fills, each as long as the table has room; layout/arrays/scan.py names them in this order. The length
-   should not be a power of two: the rows would share few lines of the cache. */
+/* Rows of the tables that `sweep` fills, each as long as the table has room; layout/arrays/scan.py names them in this order. The
+   length should not be a power of two: the rows would share few lines of the cache. */
 enum { POSITION, QUEUE_OFFSET, STORE_TIMESTAMP, PROPERTIES, PROPERTIES_SIZE, TOPIC_FIRST, TOPIC_SIZE, LONG_ROWS };
 enum { SIZE, QUEUE_ID, SYS_FLAG, TOPIC, TAIL, INT_ROWS };
 

@@ -258,6 +258,7 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
         with at_signals(lambda: self._bridge.post(partial(settle, signalled, None, None)), on_loop=True):
             await self._enter(self.sync.start)  # to its end: a consumer that was stopped does not start
             try:
+                # A signal right before the loop waits does not wake it, so this looks again and again.
                 ends: set[asyncio.Future[Any]] = {self._stopped, signalled}
                 while not (await asyncio.wait(ends, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED))[0]:
                     pass
