@@ -6,6 +6,8 @@ The store is read again here with the library alone, without the demo's own read
 from __future__ import annotations
 
 import json
+import math
+import random
 import signal
 import subprocess
 import sys
@@ -114,6 +116,16 @@ def test_changed_file_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert f"{tmp_path} is kept" in result.output
     assert (tmp_path / "store" / "commitlog").is_dir()
     assert not (tmp_path / "copy").exists()
+
+
+def test_files_whose_path_is_no_message_group_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "library").mkdir()
+    for characters in (63, 64):
+        (tmp_path / "library" / f"{'a' * (characters - 3)}.py").write_text("line\n")
+    sources = demo_module.read_sources(tmp_path / "library", math.inf, random.Random(0))
+    assert [len(source.group) for source in sources] == [63]
+    with mqstore.open(tmp_path / "store") as store:
+        assert store.put("stdlib", b"", message_group=sources[0].group)
 
 
 def test_a_directory_with_something_in_it_is_refused(tmp_path: Path) -> None:
