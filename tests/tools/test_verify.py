@@ -60,6 +60,29 @@ def test_a_log_that_lost_every_segment_is_found(hundred: tuple[Path, list[SendRe
     assert mqstore("verify", path).exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("lost", "found"),
+    [("*", ["config"]), ("[ct]*", ["config"]), ("topics.json*", []), ("consumerOffset.json*", []), ("none", [])],
+)
+def test_a_store_whose_tables_are_all_lost_is_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lost: str, found: list[str]
+) -> None:
+    """All was well, it said, of a store whose groups had all lost their offsets."""
+    with library.open(tmp_path / "s") as store:
+        store.queue("jobs").put(b"x")
+        store.queue("jobs").get().ack()
+    for file in (tmp_path / "s" / "config").glob(lost):
+        file.unlink()
+
+    for command in (["verify"], ["recover", "--dry-run"], ["recover"]):
+        report = mqstore_json(command[0], tmp_path / "s", *command[1:], exit_code=len(found))
+        assert [each["file"] for each in report["findings"]] == found
+    caplog.clear()
+    library.open(tmp_path / "s").close()
+    assert [text for text in caplog.messages if "Put config/ back" in text] == caplog.messages
+    assert len(caplog.messages) == len(found)
+
+
 def test_for_people_it_lists_and_sums_up(hundred: tuple[Path, list[SendReceipt]]) -> None:
     path, _ = hundred
     (path / "checkpoint").unlink()

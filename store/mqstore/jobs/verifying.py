@@ -20,8 +20,7 @@ from operator import itemgetter
 from typing import Unpack
 
 from mqstore.broker.admin.inspect import delay_levels
-from mqstore.broker.background.context import open_tables
-from mqstore.broker.pop.poplog.log import unreadable_records
+from mqstore.broker.background.context import broker_findings, open_tables
 from mqstore.broker.tables.configchecks import CONFIG_CHECKS
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.files.filesystem import REAL
@@ -235,7 +234,7 @@ def _join(opener: _Open, whole: _Found) -> tuple[VerifiedStore, list[VerifyFindi
                 known = load_known(store.path, store.manifest.commitlog_segment_bytes, store.fs)
                 findings = [
                     VerifyFinding(name.id, each.kind, each.file, each.position, each.length, each.detail, each in known)
-                    for each in chain(verifier.findings(whole.results, whole.of_index), unreadable_records(store))
+                    for each in chain(verifier.findings(whole.results, whole.of_index), broker_findings(store))
                 ]
                 row = VerifiedStore(
                     store=name.id,
@@ -320,7 +319,7 @@ def _recover(options: RecoverOptions, name: StoreName, progress: Progress | None
             orphans = {view.level: view.waiting for view in levels if view.delay_ms is None and view.waiting}
             profile = store.manifest.profile
             found = replace(found, profile=profile, orphan_levels=orphans, foreign=tuple(store.foreign()))
-        return unreadable_records(store)
+        return broker_findings(store)
 
     fs = QUIET if options.dry_run else REAL
     report = recover_store(name.path, options, progress=progress, fs=fs, json_checks=CONFIG_CHECKS, record_check=check)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import NamedTuple
 
 from mqstore.broker.admin.statistics import Statistics
 from mqstore.broker.pop.orderinfo import OrderInfoTable, check_order_info
+from mqstore.broker.pop.poplog.log import unreadable_records
 from mqstore.broker.routing.router import Router
 from mqstore.broker.tables.configfile import ConfigFile
 from mqstore.broker.tables.groups import GroupTable
 from mqstore.broker.tables.localoffsets import lower_all
-from mqstore.broker.tables.names import START_GROUP, is_dlq_topic, is_system_topic
+from mqstore.broker.tables.names import POP_LOG_TOPIC, START_GROUP, is_dlq_topic, is_system_topic
 from mqstore.broker.tables.offsets import OffsetTable
 from mqstore.broker.tables.topics import TopicTable
 from mqstore.clock import Clock
@@ -22,10 +24,17 @@ from mqstore.layout.arrays.dispatch import LIGHT_PREFIX
 from mqstore.log.message import Message
 from mqstore.log.reading.reader import StoreReader
 from mqstore.log.recovery.queueends import forget_ends, load_ends
+from mqstore.log.recovery.report import Finding
 from mqstore.log.store import MessageStore
+from mqstore.logger import log as _log
 from mqstore.options import StoreConfig
 
 _PAGE = 256
+_SAVED = [f"config/{name}.json{suffix}" for name in ("topics", "consumerOffset") for suffix in ("", ".bak")]
+_LOST = (
+    "topics.json and consumerOffset.json are missing: offsets of groups and settings of topics are lost. Put config/ "
+    "back, such as that of a snapshot, before a program opens the store, since its groups then begin again"
+)
 
 
 def messages_of(store: StoreReader, topic: str, offset: int, end: int, queue_id: int = 0) -> Iterator[Message]:
@@ -102,6 +111,18 @@ def kept_for_consumers(parts: Tables) -> Iterator[KeptMessages]:
                 yield KeptMessages(topic, ref.queue_id, needed, deliveries, group, why)
 
 
+def broker_findings(store: StoreReader) -> Iterator[Finding]:
+    """Yield findings about lost tables, and about the pop log."""
+    return chain(_lost_config(store), unreadable_records(store))
+
+
+def _lost_config(store: StoreReader) -> Iterator[Finding]:
+    """Yield a finding if messages were popped, but neither topics nor offsets are saved.
+    A topic is saved before its first message."""
+    if store.queue_table.of(POP_LOG_TOPIC) and not any(store.fs.exists(store.path / name) for name in _SAVED):
+        yield Finding("bad_json", "config", 0, 0, _LOST)
+
+
 def open_tables(store: StoreReader) -> Tables:
     """Read the tables of a store."""
     offsets = OffsetTable(store)
@@ -123,6 +144,8 @@ def open_tables(store: StoreReader) -> Tables:
 
 def open_parts(store: MessageStore) -> Parts:
     """Read the tables of a store that is open for writing, and lower offsets to the ends of its queues."""
+    for lost in _lost_config(store):
+        _log.warning("%s/%s: %s", store.path, lost.file, lost.detail)
     _cut_with_queues(store)
     tables = open_tables(store)
     forget_ends(store.path, store.fs)

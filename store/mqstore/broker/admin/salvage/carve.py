@@ -24,6 +24,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
+from mqstore.broker.background.context import open_tables
 from mqstore.broker.tables.configchecks import CONFIG_CHECKS
 from mqstore.errors import ConfigError, InvalidMessageError, raise_os_error
 from mqstore.files.filesystem import REAL
@@ -270,6 +271,9 @@ class _Carving:
                     place = int(os.path.basename(each.file)) + each.position
                     self._append(store, self._present(place, each.length), seen)
             store.dispatch()
+            topics = open_tables(store).topics
+            for config in topics.configs():
+                topics.ensure(config.name, config.write_queues)
             self.listed = sum(
                 int(is_message(units).sum())
                 for queue in store.queue_table
