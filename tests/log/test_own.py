@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 import mqstore
 from mqstore.admin import rebuild_config
-from mqstore.errors import StoreIOError
-from mqstore.jobs import recover
+from mqstore.errors import MissingFileError, StoreIOError
+from mqstore.jobs import recover, verify
 from tests.log.support import open_in
 
 OWN = (
@@ -121,3 +123,25 @@ def test_a_reader_follows_links(root: Path, tmp_path: Path) -> None:
         (root / name).symlink_to(tmp_path / Path(name).name)
     with mqstore.open(root, "r") as store:
         assert [message.body for message in store.read("orders", 0, 0)] == [b"1"]
+
+
+@pytest.mark.parametrize("name", ["commitlog", "commitlog/00000000000000000000", "consumequeue/orders/0"])
+def test_a_plan_and_a_check_name_the_link_that_recover_refuses(root: Path, tmp_path: Path, name: str) -> None:
+    """A plan said that nothing was to be done, and a check that all was well."""
+    (root / name).rename(tmp_path / "elsewhere")
+    (root / name).symlink_to(tmp_path / "elsewhere")
+    before = _everything(tmp_path)
+    with pytest.raises(StoreIOError, match="symbolic link") as caught:
+        recover(root, dry_run=True)
+    assert str(root / name) in str(caught.value)
+    [said] = verify(root).stores[0].foreign
+    assert said == str(caught.value)
+    assert _everything(tmp_path) == before
+
+
+def test_a_folder_that_retention_removes_meanwhile_is_not_mentioned(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = MissingFileError(errno.ENOENT, "No such file or directory", str(root / "consumequeue/orders"), "scandir")
+    monkeypatch.setattr("mqstore.jobs.verifying.check_own", Mock(side_effect=gone))
+    assert verify(root).stores[0].foreign == ()

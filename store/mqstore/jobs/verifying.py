@@ -22,14 +22,16 @@ from typing import Unpack
 from mqstore.broker.admin.inspect import delay_levels
 from mqstore.broker.background.context import broker_findings, open_tables
 from mqstore.broker.tables.configchecks import CONFIG_CHECKS
-from mqstore.errors import ConfigError, MQStoreError
+from mqstore.errors import ConfigError, MQStoreError, StoreIOError
 from mqstore.files.filesystem import REAL
 from mqstore.files.lock import writer_alive
 from mqstore.files.readonly_fs import QUIET
+from mqstore.files.safe_open import REFUSED
 from mqstore.jobs.options.selection import Selection, Shaped, Stores, check_followed, select
 from mqstore.jobs.reading.opening import StoreName, open_store
 from mqstore.jobs.runner import Progress, Runner, Where
 from mqstore.layout.arrays.dispatch import SCHEDULE_TOPIC
+from mqstore.log.directory.manifest import check_own
 from mqstore.log.reading.reader import StoreReader
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.known_damage import load_known
@@ -83,7 +85,7 @@ class VerifiedStore(Shaped):
     """Number of findings, listed and unlisted."""
     unlisted: int
     foreign: tuple[str, ...]
-    """Files of a Java broker that are not read (`MessageStore.foreign`)."""
+    """Files of a Java broker that are not read (`MessageStore.foreign`), and a link that a writer refuses."""
     front: tuple[int, int]
     """First physical offset of the log at the start and at the end, since retention may delete segments meanwhile."""
     error: str | None
@@ -245,7 +247,7 @@ def _join(opener: _Open, whole: _Found) -> tuple[VerifiedStore, list[VerifyFindi
                     read_again=verifier.read_again,
                     findings=len(findings) + verifier.unlisted,
                     unlisted=verifier.unlisted,
-                    foreign=tuple(store.foreign()),
+                    foreign=(*store.foreign(), *_refusal(store)),
                     front=(whole.front, verifier.front),
                     error=None,
                 )
@@ -253,6 +255,15 @@ def _join(opener: _Open, whole: _Found) -> tuple[VerifiedStore, list[VerifyFindi
         except (MQStoreError, OSError) as failed:
             whole.error = str(failed)
     return VerifiedStore(name.id, name.path, 0, 0, 0, 0, 0, 0, (), (0, 0), whole.error), []
+
+
+def _refusal(store: StoreReader) -> Iterator[str]:
+    """Yield the error of opening for writing if a name is a link, which reading follows."""
+    try:
+        check_own(store.path, store.fs, whole=True)
+    except StoreIOError as error:
+        if error.errno in REFUSED:  # else retention has removed a folder meanwhile, or it cannot be listed
+            yield str(error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -500,11 +500,11 @@ def write_guard(root: Path, fs: FileSystem) -> None:
     fs.sync_directory(path.parent)
 
 
-def check_own(root: Path, fs: FileSystem) -> None:
+def check_own(root: Path, fs: FileSystem, *, whole: bool = False) -> None:
     """Raise StoreIOError, naming the file, if one of the store's own names is a link, a FIFO or the like.
 
     A writer would change, move or remove files elsewhere through it (`files/safe_open.py` also refuses each call).
-    Other names are not checked. Loading the log and the consume queues checks their folders.
+    Other names are not checked. A writer's loading checks the folders of log and consume queues, and here `whole`.
     """
     if not root.exists():
         return
@@ -514,7 +514,7 @@ def check_own(root: Path, fs: FileSystem) -> None:
             fs.check_own(root / name, "folder")
         elif name in _OWN_FILES:
             fs.check_own(root / name, "regular file")
-    for name in _OWN_BELOW:
+    for name in (*_OWN_BELOW, *(("commitlog", "consumequeue") if whole else ())):
         if name in there:
             _check_below(root / name, fs)
 

@@ -55,6 +55,8 @@ def recover_store(
             if store.manifest.derived:
                 manifests.stored(root, store.config, fs)  # raises, since a recovery refuses a derived manifest
             report = store.plan_recovery(options, progress)
+            if all(each.kind != "missing_segment" for each in report.findings):  # this may be such a name
+                check_own(root, fs, whole=True)  # raises for a link, too, which reading follows
             return _completed(report, store, json_checks, record_check)
     with MessageStore(root, create=False, config=config, fs=fs, recover_options=options, progress=progress) as store:
         return _completed(store.recovery, store, json_checks, record_check)
