@@ -28,7 +28,9 @@ from mqstore.errors import (
     StoreClosedError,
     TopicNotFoundError,
 )
+from mqstore.log.store import _close_all
 from tests.broker.support import Bench, Broker, Mode, full
+from tests.children import in_child
 from tests.faults import FaultyFileSystem
 from tests.holding import new_threads
 from tests.log.support import Unsynced, open_store
@@ -608,3 +610,33 @@ def test_a_configuration_with_a_time_that_never_ends_is_refused(tmp_path: Path, 
     """OverflowError, from deep inside; and it did not say which."""
     with pytest.raises(ConfigError, match=f"{next(iter(config))}.*must be finite"):
         Bench(tmp_path / "store", **config)
+
+
+def test_store_that_is_closed_while_its_broker_opens_ends_it_quietly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ctrl-C during an opening on another thread ended the process, and each background service logged an error."""
+    store = open_store(tmp_path)
+
+    def items(*parts: Any) -> object:
+        store.close()
+        return None
+
+    monkeypatch.setattr("mqstore.broker.broker.WritableItems", items)
+    with pytest.raises(StoreClosedError):
+        Broker(store)
+    assert caplog.messages == []
+
+
+def test_end_of_the_process_saves_a_broker_without_a_store_object(tmp_path: Path) -> None:
+    """It closed the log alone if it came before the broker had its `Store`."""
+
+    def end() -> None:
+        broker = Broker(open_store(tmp_path))
+        broker.put("orders", b"x", queue_id=0)
+        broker.commit("billing", "orders", 0, 1)
+        _close_all()
+
+    assert in_child(end) == 0
+    with Broker(open_store(tmp_path)) as again:
+        assert again.committed("billing", "orders", 0) == 1

@@ -190,6 +190,7 @@ class Broker(Closing, Sending, BrokerContract):
         self.topics.on_change.append(self._topic_changed)
         self.groups.on_change.append(self._waiters.wake_group)  # after pop's callback, which drops the group's state
         store.closer = self.close
+        store.check_open()  # the process may have ended before it could close the broker
         self._router = parts.router
         self._sender = parts.router._sender
         self._append_plain, self._put_packed = parts.router.append_plain, parts.router.put_packed

@@ -71,7 +71,7 @@ _open_stores: WeakSet[MessageStore] = in_each_child(lambda store: store._disown(
 def _close_all() -> None:
     for store in list(_open_stores):
         try:
-            store.close()
+            store.closer()  # its broker first, if it has one
         except Exception:  # there is no caller to report to, and the other stores must still be closed cleanly
             _log.exception("%s: not closed cleanly", store.path)
 
