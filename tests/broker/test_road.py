@@ -27,6 +27,32 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield store
 
 
+@pytest.mark.parametrize(
+    ("body", "options"),
+    [
+        ("text", {}),
+        (b"x" * (1 << 16), {}),
+        (b"x", {"keys": "k" * 40_000}),
+        (b"x", {"tag": 5}),
+        (b"x", {"delay": "soon"}),
+        (b"x", {"properties": {"a\x01": "b"}}),
+        (b"x", {"flag": 1 << 40}),
+        (b"x", {"compressed": "lz4"}),
+        (b"x", {"priority": 9}),
+    ],
+)
+def test_refused_put_creates_no_topic(store: Store, body: Any, options: dict[str, Any]) -> None:
+    with pytest.raises((InvalidMessageError, TypeError)):
+        store.put("orders", body, **options)
+    assert store.topics() == []
+
+
+def test_keys_of_the_first_put_may_be_read_once(store: Store) -> None:
+    receipt = store.put("orders", b"x", keys=iter(["a", "b"]), delay=None)  # type: ignore[arg-type]
+    [message] = store.read(*receipt.queue, 0)
+    assert message.keys == ("a", "b")
+
+
 @pytest.mark.parametrize(("asked", "stored", "due_s"), [(1, 1, 1), (3, 3, 10), (18, 18, 7200), (19, 18, 7200)])
 def test_a_level_diverts_to_its_queue_and_is_clamped(store: Store, asked: int, stored: int, due_s: int) -> None:
     receipt = store.put("orders", b"x", queue_id=2, delay_level=asked)

@@ -31,7 +31,7 @@ from mqstore.broker.tables.names import SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.broker.tables.offsets import OffsetTable
 from mqstore.broker.tables.topics import TopicConfig, TopicTable
 from mqstore.errors import InvalidMessageError, StoreBusyError
-from mqstore.layout.properties import NAME_END, ORIGIN_MESSAGE_ID, PAIR_END, TIMER_OUT_MS, UNIQ_KEY
+from mqstore.layout.properties import NAME_END, ORIGIN_MESSAGE_ID, PAIR_END, TIMER_OUT_MS, UNIQ_KEY, encode_properties
 from mqstore.layout.record import (
     COMPRESSED,
     COMPRESSION_ZLIB,
@@ -145,6 +145,21 @@ class Router(Sending):
         `delay` (seconds) and `deliver_at` (aware datetime, or seconds since the epoch) delay it, and the receipt has a
         `recall_handle`. `delay_level` delays it by a level of the table. Raises InvalidMessageError,
         TopicNotFoundError, NotPermittedError, and the errors of `MessageStore.put`."""
+        properties: dict[str, str] = {}
+        if options:
+            unknown = options.keys() - SendOptions.__annotations__.keys()
+            if unknown:
+                raise no_such_option(unknown, SendOptions.__annotations__)
+            properties = routed_properties(options, now_ms=self._clock.now_ms(), max_delay_ms=self._max_delay_ms)
+            flag = options.get("flag", 0)
+            check_integer(flag, 32, "flag")
+            compressed = options.get("compressed")
+            if compressed not in _COMPRESSED:
+                raise InvalidMessageError(f"compressed must be 'zlib' or None, got {compressed!r}", "compressed")
+        if self._topics.entered(topic) is None:  # a put that is refused creates no topic
+            encode_properties(properties)
+            if (size := len(flat_body(body))) > self._writer.max_body:
+                self._writer.refuse_body(size)
         config = self._topics.for_send(topic)
         group = options.get("message_group")
         if queue_id is None:
@@ -162,15 +177,6 @@ class Router(Sending):
             )
         if not options:
             return self._writer.put_record(topic, queue_id, body)
-        unknown = options.keys() - SendOptions.__annotations__.keys()
-        if unknown:
-            raise no_such_option(unknown, SendOptions.__annotations__)
-        properties = routed_properties(options, now_ms=self._clock.now_ms(), max_delay_ms=self._max_delay_ms)
-        flag = options.get("flag", 0)
-        check_integer(flag, 32, "flag")
-        compressed = options.get("compressed")
-        if compressed not in _COMPRESSED:
-            raise InvalidMessageError(f"compressed must be 'zlib' or None, got {compressed!r}", "compressed")
         body = flat_body(body)
         self._writer.check_room(len(body))
         return self.append(
