@@ -31,10 +31,15 @@ def test_store_is_used_by_one_process(tmp_path: Path) -> None:
         mqstore.open(tmp_path / "mq")
 
 
-def test_address_that_is_taken_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [["--listen"], ["--listen", "127.0.0.1:0", "--metrics"], ["--supervise", "--listen"]]
+)
+def test_address_that_is_taken_is_an_error(tmp_path: Path, options: list[str]) -> None:
+    """It left an empty store."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        result = command("serve", tmp_path / "mq", "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
+        result = command("serve", tmp_path / "mq", *options, f"127.0.0.1:{taken.getsockname()[1]}")
     assert (result.exit_code, "already in use" in result.stderr) == (3, True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_insecure_bind_and_advertise(tmp_path: Path) -> None:

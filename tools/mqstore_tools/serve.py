@@ -129,6 +129,9 @@ def serve(
     tls = None if tls_cert is None else tls_context(tls_cert, tls_key or tls_cert)
     if unix is None and not unix_given and (unix := unix_path(directory)) is None:
         note(f"{directory} has a long path and XDG_RUNTIME_DIR is not set, so there is no Unix socket: add --unix PATH")
+    if not directory.exists():
+        for each in bind_all((*listen, *filter(None, [metrics])), None):  # a taken port leaves no store
+            each.close()
     link = None
     if supervise:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # the Unix socket is in it before the store is
