@@ -83,6 +83,16 @@ def test_state_and_limit_choose_items(path: Path) -> None:
     assert mqstore_json("queue", path, NAME, "--limit", 0)["items"] == []
 
 
+def test_leases_of_an_ended_process_are_said_to_be_ready_soon(path: Path) -> None:
+    """They were shown as held until a time that had passed."""
+    [leased] = mqstore_json("queue", path, NAME, "--state", "leased")["items"]
+    assert leased["holder"] == "an ended process: ready when the store is opened"
+    with library.open(path) as store:
+        store.queue(NAME, codec=library.JSON).get()
+        [leased] = mqstore_json("queue", path, NAME, "--state", "leased")["items"]
+        assert leased["holder"] == "the process that opened the store"
+
+
 def test_server_shows_holders(tmp_path: Path) -> None:
     with served(tmp_path / "s") as address:
         for target in (tmp_path / "s", address):

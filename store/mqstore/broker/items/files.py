@@ -14,6 +14,7 @@ from mqstore.broker.delay.timermessages import cancellations
 from mqstore.broker.delay.timerqueries import is_cancelled, waits_for
 from mqstore.broker.items.state import Items, Levels
 from mqstore.broker.pop.tables import PopTables
+from mqstore.files.lock import writer_alive
 from mqstore.layout.javahash import java_hash
 from mqstore.log.message import Message
 
@@ -52,7 +53,8 @@ class TimerFiles:
 def items_of(tables: Tables, pops: PopTables | None = None) -> Items:
     """Return the items as the files have them. `pops` is the result of `looked_pops`, if it is known."""
     timer = TimerFiles(tables)
-    owner = "the process that opened the store"
+    alive = writer_alive(tables.store.path, tables.fs)
+    owner = "the process that opened the store" if alive else "an ended process: ready when the store is opened"
     return Items(tables, looked_pops(tables) if pops is None else pops, timer, *waiting_of(tables, timer.count), owner)
 
 
