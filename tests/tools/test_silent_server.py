@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import mqstore as library
+from mqstore.errors import ConnectionLostError
 from tests.tools.support import mqstore
 
 SILENT = "no server answers at 127.0.0.1:1"
@@ -43,3 +45,18 @@ def test_a_killed_server_is_not_mentioned(path: Path) -> None:
     (path / "serve.json").write_text(json.dumps({"pid": 1, "endpoints": ["127.0.0.1:1"]}))
     assert mqstore("queue", path, "jobs", exit_code=0).stderr == ""
     assert "no server has" in mqstore("clients", path, exit_code=3).stderr
+
+
+def test_a_server_that_keeps_a_command_waiting_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that hangs cost a command 20 seconds without a word."""
+    said, texts = threading.Event(), list[object]()
+
+    def connect(*_: object, **__: object) -> None:
+        assert said.wait(60)
+        raise ConnectionLostError("nothing was received", sent=False)
+
+    monkeypatch.setattr("mqstore_tools.session._SILENCE_S", 0.01)
+    monkeypatch.setattr("mqstore_tools.session.note", lambda text: (texts.append(text), said.set()))
+    monkeypatch.setattr(library, "connect", connect)
+    mqstore("queue", path, "jobs", exit_code=0)
+    assert texts[0] == f"{path}: the server has not answered yet; waiting for it"

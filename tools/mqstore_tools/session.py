@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from threading import Timer
 from typing import Any, Literal
 
 import click
@@ -31,6 +32,8 @@ from mqstore_tools.render import note, pick, print_if_json, safe, show_bytes
 from mqstore_tools.shared import StoreCommand, WithExamples
 
 _AGE = re.compile(r"\d{1,9}[smhd]")
+_SILENCE_S = 2.0
+"""Time after which people learn that a command waits for a server."""
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^/:\s\[\]]+):\d{1,5}")
 
 dry_run_option = click.option("--dry-run", is_flag=True, help="Only print what would be done.")
@@ -82,7 +85,12 @@ def connected(target: Path) -> Any:
 
 def server_of(target: Path) -> Any:
     """Return the store of a server, as `connected`. Raises ConnectionLostError without one."""
-    return mqstore.connect(os.fspath(target if is_address(target) else target.absolute()), **_access())
+    waiting = Timer(_SILENCE_S, note, [f"{target}: the server has not answered yet; waiting for it"])
+    waiting.start()
+    try:
+        return mqstore.connect(os.fspath(target if is_address(target) else target.absolute()), **_access())
+    finally:
+        waiting.cancel()
 
 
 def open_store(target: Path, *, create: bool) -> Store:
