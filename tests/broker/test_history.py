@@ -114,10 +114,10 @@ LIVES: dict[str, tuple[Callable[[World], Any], list[Told], str]] = {
         [STORED, (0, "delivered", 60, BY_CLIENT), (5, "acknowledged", "")], "done"),
     "failed": (
         lambda w: (w.put(), w.later(2), w.pop(), w.nack(None), w.later(40)),
-        [STORED, (2, "delivered", 62, BY_PROCESS), (2, "failed", 32, ERROR), (42, "retry", "")], "ready"),
+        [STORED, (2, "delivered", 62, BY_PROCESS), (2, "failed", 32, ERROR), (42, "retry", ERROR)], "ready"),
     "failed and popped": (
         lambda w: (w.put(), w.later(2), w.pop(), w.nack(0), w.later(1), w.pop(local=False)),
-        [STORED, (2, "delivered", 62, BY_PROCESS), (2, "failed", 2, ERROR), (3, "retry", ""),
+        [STORED, (2, "delivered", 62, BY_PROCESS), (2, "failed", 2, ERROR), (3, "retry", ERROR),
          (3, "delivered", 63, BY_CLIENT)], "leased"),
     "expired": (
         lambda w: (w.put(), w.pop(invisible=10), w.later(25)),

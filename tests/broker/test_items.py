@@ -66,6 +66,50 @@ def test_reason_of_a_failed_item_survives_compaction_and_restart(bench: Bench) -
 
 
 @pytest.mark.parametrize("order", [False, True])
+def test_reason_of_a_failed_item_stays_until_its_next_attempt_ends(bench: Bench, order: bool) -> None:
+    """It was lost once the item was ready again."""
+    bench.put("a")
+    [receipt] = bench.pop(order=order)
+    bench.broker.nack("t", "t", receipt, delay=10, error="ValueError: no\x02")
+    shown = "ValueError: no\x02" if order else "ValueError: no"  # a property has no separators
+
+    bench.advance(11)
+    assert reasons(bench) == [("ready", 2, shown)]
+    if not order:
+        bench.store.close()
+        bench.open()
+        assert reasons(bench) == [("ready", 2, shown)]
+    bench.pop(order=order, invisible=5)
+    assert reasons(bench) == [("leased", 2, "")]
+    bench.advance(6)
+    assert reasons(bench) == [("ready", 3, "")]
+
+
+def test_each_failed_item_keeps_its_own_reason(bench: Bench) -> None:
+    """Those with the same reason are copied together, by compiled code."""
+    errors = ["x", "x", "y", "", "y", "x", "z" * 400]
+    bench.put(*"0123456")
+    for error, receipt in zip(errors, bench.pop(7), strict=True):
+        bench.broker.nack("t", "t", receipt, delay=10, error=error)
+
+    bench.advance(11)
+
+    found = sorted(bench.items(), key=lambda item: item.message.body)
+    assert [item.reason for item in found] == [error[:300] for error in errors]
+
+
+def test_reason_leaves_properties_their_room(bench: Bench) -> None:
+    """It must not prevent the copy."""
+    bench.store.put("t", b"a", queue_id=0, properties={"p": "v" * 32_500})
+    [receipt] = bench.pop()
+    bench.broker.nack("t", "t", receipt, delay=10, error="ValueError: " + "no" * 150)
+
+    bench.advance(11)
+
+    assert reasons(bench) == [("ready", 2, "")]
+
+
+@pytest.mark.parametrize("order", [False, True])
 @pytest.mark.parametrize("done", [0, 30], ids=["many_in_flight", "few_in_flight"])
 def test_pages_of_one_item_are_together_all_items(bench: Bench, done: int, order: bool) -> None:
     keys = [f"{i:02}" for i in range(34)]

@@ -24,7 +24,7 @@ from mqstore.broker.pop.orderinfo import OrderInfo
 from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.redelivery.dead_letters import DeadLetters
-from mqstore.broker.redelivery.reason import reason_of
+from mqstore.broker.redelivery.reason import EXPIRED, reason_of
 from mqstore.broker.tables.names import SCHEDULE_TOPIC, TIMER_TOPIC, QueueKey, dlq_topic, is_retry_topic, retry_topics
 from mqstore.errors import ConfigError, ReadOnlyStoreError
 from mqstore.files.lock import refusal_to_reader
@@ -82,7 +82,8 @@ class Status(NamedTuple):
 
     def item(self, message: Message) -> Item:
         before = message.reconsume_times + (self.state == "retry") if self.before is None else self.before
-        return Item(message, self.state, before + 1, *self[1:-1])
+        reason = self.reason or (reason_of(message) if self.state == "ready" else "")
+        return Item(message, self.state, before + 1, self.until_ms, self.holder, reason, self.progress)
 
 
 _READY: Final = Status("ready")
@@ -110,7 +111,7 @@ def status_of(state: QueueState, order: OrderInfo | None, offset: int, now_ms: i
         if (free or state.reason(batch, offset)) and offset not in order.among(order.released):
             before += 1
         if free:
-            return Status("ready", before=before)
+            return Status("ready", reason=(state.reason(batch, offset) or EXPIRED).text, before=before)
     if reason := state.reason(batch, offset):
         return Status("retry" if reason.counts else "delayed", until_ms, "", reason.text, before=before)
     holder = owner if batch is not None and batch.local else state.holders.get(offset, "")
@@ -330,7 +331,7 @@ class Items:
 
 def _delayed(message: Message, topic: str, due_ms: int) -> Item:
     state: State = "delayed" if message._stored_property(REAL_TOPIC) == topic else "retry"
-    return Item(message, state, message.attempt, due_ms)
+    return Item(message, state, message.attempt, due_ms, reason=reason_of(message))
 
 
 def _dead(letter: Message) -> Item:

@@ -24,10 +24,18 @@ from mqstore.broker.pop.request import MAX_INVISIBLE_MS, MIN_INVISIBLE_MS, Deliv
 from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.reads.filters.filter import Filter
-from mqstore.broker.redelivery.reason import REOPENED, Reason
+from mqstore.broker.redelivery.reason import EXPIRED, REOPENED, Reason, set_reason
 from mqstore.broker.tables.names import QueueKey, pop_retry_topic
 from mqstore.errors import InvalidMessageError, InvalidReceiptError
-from mqstore.layout.properties import DELAY, FIRST_POP_TIME, NAME_END, PAIR_END, TIMER_DELIVER_MS, encode_properties
+from mqstore.layout.properties import (
+    DELAY,
+    FIRST_POP_TIME,
+    NAME_END,
+    PAIR_END,
+    RETRY_REASON,
+    TIMER_DELIVER_MS,
+    encode_properties,
+)
 from mqstore.log.message import Message, stored_bytes
 from mqstore.log.writing.outgoing import Copy
 from mqstore.logger import log as _log
@@ -391,21 +399,25 @@ class UnorderedQueues:
         at: int,
         copies: list[Copy],
     ) -> int:
-        """Append copies of the messages from index `at` on whose properties only get a pop time, by compiled code.
+        """Append copies of the messages from index `at` on that get the same new properties, by compiled code.
         Returns their number. At the first other one it stops, for `_properties`."""
-        group, pop_time_ms = state.key.group, due[at][1].pop_time_ms
-        limit, begun = self._tables.limit(group), self._tables.begun
+        group, begun = state.key.group, self._tables.begun
         if kernel is None or (begun is not None and group in begun.suspects.left):
             return 0
+        limit = self._tables.limit(group)
         last = math.inf if limit is None else limit - 1
-        plain = [
-            message is not None and batch.pop_time_ms == pop_time_ms and message.reconsume_times < last
-            for message, (_, batch) in zip(messages[at : at + _COPIES], due[at : at + _COPIES], strict=True)
-        ]
-        some = messages[at : at + [*plain, False].index(False)]
+        (offset, batch), some = due[at], list[Message]()
+        first = batch.pop_time_ms, _text(state, batch, offset)
+        for message, (offset, batch) in zip(messages[at : at + _COPIES], due[at : at + _COPIES], strict=True):
+            new = batch.pop_time_ms, _text(state, batch, offset)
+            if message is None or message.reconsume_times >= last or new != first:
+                break
+            some.append(message)
         if not some:
             return 0
-        suffixes = {b"": (*self._retry_queue(state), encode_properties({FIRST_POP_TIME: str(pop_time_ms)}))}
+        properties = {FIRST_POP_TIME: str(first[0])}
+        set_reason(properties, RETRY_REASON, first[1])
+        suffixes = {b"": (*self._retry_queue(state), encode_properties(properties))}
         return int(kernel.restore(some, 0, PAIR_END, suffixes, _CHANGED, copies))
 
     def _properties(self, state: QueueState, message: Message, batch: Batch) -> bytes | None:
@@ -415,7 +427,7 @@ class UnorderedQueues:
         if (limit is not None and message.attempt >= limit) or self._tables.ended_process(state.key, message.offset):
             return None
         try:
-            return encode_properties(_retry_properties(message, batch.pop_time_ms))
+            return encode_properties(_retry_properties(message, batch, state))
         except InvalidMessageError:
             return None
 
@@ -457,7 +469,7 @@ class UnorderedQueues:
                 tables.file_dead_letter(key.group, message, tables.last_reason(key, offset, attempts, limit))
                 tables.comes_again(key, offset, None)
                 return True
-            (topic, queue_id), properties = self._retry_queue(state), _retry_properties(message, batch.pop_time_ms)
+            (topic, queue_id), properties = self._retry_queue(state), _retry_properties(message, batch, state)
             if visible_ms > (now_ms := tables.clock.now_ms()):
                 latest_ms = now_ms + milliseconds(tables.parts.config.max_delay, "max_delay")
                 properties[TIMER_DELIVER_MS] = str(min(visible_ms, latest_ms))
@@ -501,9 +513,14 @@ def _by_reason(state: QueueState, batch: Batch, offsets: list[int]) -> list[tupl
     return [*found.items()]
 
 
-def _retry_properties(message: Message, pop_time_ms: int) -> dict[str, str]:
+def _text(state: QueueState, batch: Batch, offset: int) -> str:
+    return (state.reason(batch, offset) or EXPIRED).text
+
+
+def _retry_properties(message: Message, batch: Batch, state: QueueState) -> dict[str, str]:
     properties = message.stored_properties()
     for name in [name for name in properties if name == DELAY or name.startswith("TIMER_")]:
         del properties[name]  # else the copy would be delayed again
-    properties.setdefault(FIRST_POP_TIME, str(pop_time_ms))
+    properties.setdefault(FIRST_POP_TIME, str(batch.pop_time_ms))
+    set_reason(properties, RETRY_REASON, _text(state, batch, message.offset))
     return properties

@@ -4,7 +4,7 @@
     failed, or given back until later        its `chg` record in the pop log; in memory `QueueState.reasons`
     whose receiver has ended                 its `rev` or `rel` record
     that nobody settled in time              its `rev` record, without a text
-    failed in the queue model                the property RETRY_REASON of its copy
+    of which a copy was made to be retried   the property RETRY_REASON of the copy
     after its last attempt                   the property DLQ_REASON of its dead letter
 
 For people, `BlockedQueue` has the reason of a failure in order, too.
@@ -13,16 +13,18 @@ For people, `BlockedQueue` has the reason of a failure in order, too.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from itertools import chain
 from json import JSONEncoder
 from typing import Any, Final, NamedTuple
 
-from mqstore.layout.properties import DLQ_REASON, RETRY_REASON
+from mqstore.layout.properties import DLQ_REASON, MAX_PROPERTIES_BYTES, RETRY_REASON
 from mqstore.log.message import Message
 
 REASON_CHARS: Final = 300
 DLQ_REASON_BYTES: Final = 1024
 """Maximum length of `dlq_reason` in UTF-8 bytes (delivery#backoff)."""
 _RETRY_REASON_BYTES: Final = 300
+_ROOM_CHARS: Final = MAX_PROPERTIES_BYTES // 8
 _CONTROLS: Final = dict.fromkeys((*range(32), *range(127, 160)), " ")
 _ENCODE = JSONEncoder().encode
 
@@ -58,13 +60,16 @@ PROCESS_ENDED: Final = Reason("the process ended while it was handled")
 
 
 def set_reason(properties: MutableMapping[str, str], name: str, text: str) -> None:
-    """Set DLQ_REASON or RETRY_REASON of a copy, without separators and surrogates, which properties cannot contain."""
+    """Set DLQ_REASON or RETRY_REASON of a copy, without separators and surrogates, which properties cannot contain.
+    A retry has none if the properties have little room left: it must not prevent the copy."""
     size = DLQ_REASON_BYTES if name == DLQ_REASON else _RETRY_REASON_BYTES
     properties.pop(name, None)
+    if name == RETRY_REASON and sum(map(len, chain(*properties.items()))) > _ROOM_CHARS:
+        return
     if plain := text.translate(_CONTROLS).encode("utf-8", "replace")[:size].decode("utf-8", "ignore").strip():
         properties[name] = plain
 
 
 def reason_of(copy: Message) -> str:
-    """Return the reason that a retry of the queue model or a dead letter has, or ""."""
+    """Return the reason that a retry or a dead letter has, or ""."""
     return copy._stored_property(DLQ_REASON) or copy._stored_property(RETRY_REASON) or ""

@@ -124,8 +124,7 @@ class Retries:
         if delay_level == 0 and delay_ms is None:
             delay_ms = min(config.retry_policy._next_delay_ms(times - 1), self._max_delay_ms)
         self._delay(properties, delay_level, delay_ms)
-        if reason and _size(properties) < _ROOM // 2:
-            set_reason(properties, RETRY_REASON, reason)
+        set_reason(properties, RETRY_REASON, reason or "")
         try:
             for each in (0, queue_id):  # retries that wait count in the first queue
                 parts.offsets.begin(QueueKey(group, topic, each))

@@ -43,7 +43,7 @@ class QueueItem(Generic[T]):
     """Client that leases it: "host@pid" of the process that has the store open, or the name that a client of a server
     gave itself. Empty if it is not known, as after a restart of the server."""
     reason: str
-    """Error of the last failure of a "retry", or reason of a "dead" one. Empty if none was given."""
+    """Error of the last attempt of a "retry" or "ready" one, or reason of a "dead" one. Empty if none was given."""
     progress: str
     """Text that the holder of the lease has set by `Task.progress`."""
     message: Message = field(repr=False)
