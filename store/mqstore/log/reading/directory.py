@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator
-from itertools import groupby, repeat
+from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 
@@ -35,10 +35,10 @@ from mqstore.closing import Closing
 from mqstore.errors import FormatError
 from mqstore.files.readonly_fs import QUIET
 from mqstore.files.segment import place_in_file
-from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, is_void
+from mqstore.layout.consumequeue import UNIT_BYTES, is_void
 from mqstore.layout.messageid import decode_message_id
 from mqstore.log.derived.consumequeue import ConsumeQueue
-from mqstore.log.message import Find, Message, UnitBatch, json_lines
+from mqstore.log.message import Message, UnitBatch, json_lines
 from mqstore.log.reading.reader import StoreReader
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.reading.records import RemovedBodyError
@@ -50,8 +50,6 @@ from mqstore.log.recovery.verify import Gap, Verifier
 from mqstore.log.writing.log_tail import QueueRef
 
 _STEP = 512
-_FEW_UNITS = 16
-"""Fewer units are read faster one by one than as an array."""
 
 
 def walk_log(
@@ -69,8 +67,8 @@ def walk_log(
     events = scan_log(store.log_files, first, store.manifest.checksum, on_front=verifier.front_moved, batch=batch)
     for event in events if store.log_files.starts else ():
         if isinstance(event, Good):
-            messages: list[Message] = []
-            places: list[np.ndarray] = []
+            batches: list[UnitBatch] = []
+            parts: list[Placed] = []
             for found in verifier.placed(verifier.rows_of(event), wanted):
                 if isinstance(found, Finding):
                     if found.kind != "queue_offset":  # the right number is known, so no message is lost
@@ -78,13 +76,11 @@ def walk_log(
                     continue
                 if found.first > found.expected:
                     yield (*found.queue.ref, found.expected, found.first)
-                messages += _messages_of(event, found, store.records.finder(found.queue.topic))
-                places.append(found.units["physical_offset"])
-            if len(places) > 1:  # one queue after the other
-                order = np.argsort(np.concatenate(places).astype(np.int64), kind="stable")
-                messages = [messages[i] for i in order.tolist()]
+                find = store.records.finder(found.queue.topic)
+                batches.append(UnitBatch(found.queue.ref, event.buffer, found.units.tobytes(), found.first, find))
+                parts.append(found)
             verifier.done_bytes = event.end - first
-            yield messages
+            yield _in_log_order(event.base, batches, parts) if parts else []
         elif isinstance(event, Bad):
             yield verifier.bad(event)
         else:
@@ -93,14 +89,17 @@ def walk_log(
         yield from _lost_behind(store, verifier, wanted)
 
 
-def _messages_of(good: Good, found: Placed, find: Find | None) -> Iterator[Message]:
-    units, data = found.units, found.units.tobytes()
-    batch = UnitBatch(found.queue.ref, good.buffer, data, found.first, find)
-    if len(units) < _FEW_UNITS:
-        starts = [physical - good.base for physical, _, _ in UNIT.iter_unpack(data)]
-    else:
-        starts = (units["physical_offset"].astype(np.int64) - good.base).tolist()
-    return map(Message, repeat(batch), starts, range(found.first, found.first + len(units)))
+def _in_log_order(base: int, batches: list[UnitBatch], parts: list[Placed]) -> list[Message]:
+    """Return the messages of `parts`, one queue after the other, as a list in the order of the log.
+    `batches` has the batch of each part, `base` is the physical offset of their buffer."""
+    counts = [len(part.units) for part in parts]
+    physical = np.concatenate([part.units["physical_offset"] for part in parts]).astype(np.int64)
+    order = np.argsort(physical, kind="stable")
+    number = np.repeat(np.arange(len(parts)), counts)
+    begins = np.array([part.first for part in parts]) - np.cumsum([0, *counts[:-1]])
+    slots = np.arange(len(physical)) + begins[number]
+    batch_of = map(batches.__getitem__, number[order].tolist())
+    return [*map(Message, batch_of, (physical - base)[order].tolist(), slots[order].tolist())]
 
 
 def _lost_behind(store: StoreReader, verifier: Verifier, wanted: Callable[[str, int], bool] | None) -> Iterator[Gap]:
