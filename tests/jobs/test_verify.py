@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 
 from mqstore.engine import Finding
 from mqstore.errors import ConfigError
+from mqstore.files.filesystem import FileSystem
 from mqstore.files.lock import writer_alive
 from mqstore.jobs import recover, verify, verifying
 from mqstore.jobs.options.options import SourceOptions
@@ -441,3 +444,26 @@ def test_the_ranges_of_the_view_know_of_every_stretch_that_is_no_record(tmp_path
         [expected] = [f"{each.kind} at {each.position} of {each.file}: {each.detail}" for each in of_log]
         [row] = wrong
         assert expected.startswith(row)  # the job counts the units that lead behind the end, too
+
+
+@pytest.mark.parametrize("job", [verify, partial(recover, dry_run=True)])
+def test_the_file_of_a_small_queue_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Callable[[Path], object]
+) -> None:
+    """However many ranges the log is read in. Looking at thousands of files again takes longer than all else."""
+    with open_store(tmp_path / "s", segment_bytes=SEGMENT, consumequeue_units=1000) as store:
+        for n in range(200):
+            store.put("t", bytes(500), queue_id=n % 4)
+    counts = Counter[str]()
+
+    def pread(self: FileSystem, fd: int, length: int, position: int) -> bytes:
+        counts[os.path.relpath(self.path_of(fd), tmp_path / "s")] += 1
+        return read(self, fd, length, position)
+
+    read = FileSystem.pread
+    monkeypatch.setattr(FileSystem, "pread", pread)
+    job(tmp_path / "s")
+
+    assert {name: count for name, count in counts.items() if "consumequeue" in name} == {
+        f"consumequeue/t/{queue_id}/{0:020d}": 1 for queue_id in range(4)
+    }

@@ -139,3 +139,46 @@ def test_a_queue_whose_files_go_meanwhile_is_listed_again(tmp_path: Path, at: st
         queue.refresh()
 
     assert (queue.first_offset(), queue.max_offset) == (16, 21)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("per_file", [1, 203, 204, 205, 206, 1000])
+def test_keeping_units_changes_no_end(tmp_path: Path, per_file: int, exact: bool) -> None:
+    """A hole from unit 3 on, as a crash leaves it, hides units only from the search that does not read every unit."""
+    for number, count in enumerate({*range(5), *range(202, 208), 999, per_file - 1, per_file}):
+        units = [live(slot) for slot in range(count)]
+        units[3 : count - 1 if exact else 3] = [bytes(UNIT_BYTES)] * max(0, count - 4 if exact else 0)
+        with queue_of(tmp_path / str(number), units, per_file) as (table, queue):
+            table.may_keep = 1 << 20
+            queue.load(exact=exact)
+            assert queue.max_offset == count
+            assert [queue.kept(slot, 1) for slot in range(count)] == units
+
+
+def test_kept_units_are_those_of_the_last_load(tmp_path: Path) -> None:
+    with queue_of(tmp_path, [live(slot) for slot in range(8)], 1000) as (table, queue):
+        file = tmp_path / "consumequeue" / "t" / "0" / queue.list_files()[0]
+        old, new = live(5), live(6)
+        table.may_keep = 1 << 20
+        queue.load(exact=False)
+        file.write_bytes(file.read_bytes().replace(old, new))
+        assert (queue.kept(5, 1), queue.read(5, 1), queue.kept(7, 2)) == (old, new, live(7) + bytes(UNIT_BYTES))
+        queue.load(exact=False)
+        assert queue.kept(5, 1) == new
+        file.write_bytes(b"".join(map(live, range(1000))))
+        queue.load(exact=False)
+        assert queue.kept(5, 1) == old
+
+
+def test_no_more_units_are_kept_than_allowed(tmp_path: Path) -> None:
+    folder = tmp_path / "consumequeue" / "t"
+    for queue_id in range(4):
+        (folder / str(queue_id)).mkdir(parents=True)
+        (folder / str(queue_id) / f"{0:020d}").write_bytes(b"".join(map(live, range(10))).ljust(16 * UNIT_BYTES, b"\0"))
+    table = parts_of(tmp_path, 16).queue_table
+    table.may_keep = 27 * UNIT_BYTES
+    table.load(exact=False)
+    for file in folder.glob("*/*"):
+        file.write_bytes(bytes(16 * UNIT_BYTES))
+
+    assert [any(queue.kept(0, 1)) for queue in table] == [True, True, False, False]

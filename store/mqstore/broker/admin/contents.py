@@ -45,7 +45,7 @@ from mqstore.files.lock import writer_alive
 from mqstore.files.readonly_fs import QUIET
 from mqstore.files.safe_open import resolved
 from mqstore.files.segment import place_in_file
-from mqstore.layout.consumequeue import VOID_SIZE, is_message
+from mqstore.layout.consumequeue import UNIT, VOID_SIZE, is_message
 from mqstore.log.bulk.inbox import inbox_state
 from mqstore.log.derived.consumequeue import ConsumeQueue
 from mqstore.log.directory.names import is_path_safe
@@ -173,7 +173,7 @@ class _BoundedStore(ReadOnlyMessageStore):
 
 def _physical_bounds(queue: ConsumeQueue) -> tuple[int, int]:
     """Return (physical offset of the first message, end of the last record), or (-1, -1) without one."""
-    ends = queue.unit(queue.min_offset), queue.unit(queue.max_offset - 1)
+    ends = [UNIT.unpack(queue.kept(offset, 1)) for offset in (queue.min_offset, queue.max_offset - 1)]
     if all(physical >= 0 < size < VOID_SIZE for physical, size, _ in ends):  # usually, and arrays take longer
         return ends[0][0], sum(ends[1][:2])
     ways = queue.held(queue.min_offset, queue.max_offset), queue.held_before(queue.max_offset, 64)

@@ -22,7 +22,7 @@ from mqstore.layout.arrays.dispatch import Rows, as_kept, rows_of
 from mqstore.layout.arrays.scan import Headers
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, VOID, VOID_UNIT, is_void, unit_dtype, used_units
 from mqstore.layout.record import MAGIC_V1
-from mqstore.log.directory.names import is_path_safe
+from mqstore.log.directory.names import is_path_safe, is_queue_id
 from mqstore.log.recovery.report import Finding, Kind
 from mqstore.log.writing.log_tail import QueueRef, QueueTail
 from mqstore.native import crc32c
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 _CHUNK_UNITS = 1 << 16
 _BLOCK_UNITS = 4096 // UNIT_BYTES
-_MAX_QUEUE_ID = 0x7FFF_FFFF
 
 
 class ConsumeQueue(QueueTail):
@@ -47,6 +46,7 @@ class ConsumeQueue(QueueTail):
     """
 
     __slots__ = (
+        "_kept",
         "_last_path",
         "_starts",
         "_table",
@@ -80,10 +80,13 @@ class ConsumeQueue(QueueTail):
         self._starts: list[int] = []
         """Numbers of the existing segments. Segment n begins with unit n * units_per_segment."""
         self._last_path = (-1, "")
+        self._kept = (0, b"")
+        """First slot of the last file, and its units as `load` found them, if they are kept."""
 
     def extent(self) -> str:
-        """Return the queue's name, files and end as text. It must have files."""
-        return f"{self.topic}/{self.queue_id}/{self._starts[0]}/{len(self._starts)}/{self.max_offset}"
+        """Return the queue's name, files and end as text, or "" if it has no files or no units."""
+        starts, end = self._starts, self.max_offset
+        return f"{self.topic}/{self.queue_id}/{starts[0]}/{len(starts)}/{end}" if starts and end else ""
 
     def as_kept(self, found: np.NDArray[np.void], wanted: np.NDArray[np.void]) -> np.NDArray[np.void]:
         """Return `wanted`, the units derived from records, with data that only the `found` units have."""
@@ -122,6 +125,7 @@ class ConsumeQueue(QueueTail):
         With `exact`, read every unit of the last files instead of bisecting, since a crash may have left holes."""
         table = self._table
         starts = []
+        self._kept = (0, b"")
         with suppress(FileNotFoundError):
             for name, length in table.fs.scandir_files(self.directory, own=table.own):
                 start = segment_start(name)
@@ -146,10 +150,19 @@ class ConsumeQueue(QueueTail):
         return bool(self._starts) and not os.path.lexists(self._path(self._starts[0]))
 
     def _used_units(self, segment: int, *, exact: bool) -> int:
-        per = self._table.units_per_segment
+        table, per = self._table, self._table.units_per_segment
+        length = min(per, _BLOCK_UNITS + 1) * UNIT_BYTES
+        if table.may_keep >= length:
+            with suppress(FileNotFoundError), table.fs.opened(self._path(segment), os.O_RDONLY) as fd:
+                data = table.fs.pread(fd, length, 0).ljust(length, b"\0")
+                low = used_units(data)
+                if low < min(per, _BLOCK_UNITS) and (not exact or table.fs.data_end(fd, 0, per * UNIT_BYTES) <= length):
+                    table.may_keep -= low * UNIT_BYTES
+                    self._kept = (segment * per, data[: low * UNIT_BYTES])
+                    return low
         if exact:
             # Holes are left out: reading them for thousands of queues takes longer than all else.
-            used = self._table.descriptors.data_end(self._path(segment), self._table.segment_bytes)
+            used = table.descriptors.data_end(self._path(segment), table.segment_bytes)
             return used_units(self.read(segment * per, min(per, -(-used // UNIT_BYTES))))
         # Bisected by blocks. The first block is read first, since most queues end there. The last used unit of a block
         # counts, so that readers see a hole before it, and do not take the hole for the end.
@@ -239,6 +252,12 @@ class ConsumeQueue(QueueTail):
             return bytes(length)
         return data if len(data) == length else data + bytes(length - len(data))
 
+    def kept(self, offset: int, count: int) -> bytes:
+        """Return the bytes of units as `load` found them, if it kept them, and otherwise the result of `read`."""
+        first, units = self._kept
+        begin, end = (offset - first) * UNIT_BYTES, (offset + count - first) * UNIT_BYTES
+        return units[begin:end] if begin >= 0 and end <= len(units) else self.read(offset, count)
+
     def unit(self, offset: int) -> tuple[int, int, int]:
         """Return (physical offset, size, tags code) of a unit."""
         return UNIT.unpack(self.read(offset, 1))
@@ -282,9 +301,7 @@ class ConsumeQueue(QueueTail):
 
     def write(self, offset: int, units: bytes | memoryview) -> None:
         """Write `units` at `offset`. Skipped slots become void. May be repeated.
-
-        Does not publish them: the caller raises `max_offset` afterwards. Raises StoreFullError, StoreIOError.
-        """
+        Does not publish them: the caller raises `max_offset` afterwards. Raises StoreFullError, StoreIOError."""
         # A record gets its offset under the append lock, and the log is dispatched in order. So a record with a lower
         # offset that has no unit yet is lost (format#void).
         first = self.max_offset
@@ -375,7 +392,7 @@ class ConsumeQueue(QueueTail):
             count = min(per, end - first)
             if count <= 0:
                 break
-            physical, size, _ = head = self.unit(first)
+            physical, size, _ = head = UNIT.unpack(self.kept(first, 1))
             if physical >= min_physical and size > 0 and head != VOID:
                 self.min_offset = first
                 return
@@ -390,8 +407,7 @@ class ConsumeQueue(QueueTail):
         self.min_offset = end
 
     def drop_before(self, min_physical: int) -> int:
-        """Delete the leading files whose newest unit points below `min_physical`. Return their number.
-        The last file is never deleted."""
+        """Delete leading files whose newest unit points below `min_physical`, never the last. Return their number."""
         per = self._table.units_per_segment
         dropped = 0
         while len(self._starts) > 1:
@@ -412,11 +428,6 @@ def _sync_kept(sync: Callable[[str], None], path: str) -> None:
     """Sync a file or folder, unless retention has removed it, or all files of a deleted topic."""
     with suppress(FileNotFoundError):
         sync(path)
-
-
-def _is_queue_id(name: str) -> bool:
-    """Return True if a folder of this name belongs to a queue."""
-    return name.isascii() and name.isdigit() and str(int(name)) == name and int(name) <= _MAX_QUEUE_ID
 
 
 class QueueTable:
@@ -446,6 +457,8 @@ class QueueTable:
         self.in_rocksdb = False
         """True if RocketMQ keeps the queues in RocksDB, in the same folder as mqstore's.
         A writer creates mqstore's files next to it, which RocketMQ ignores."""
+        self.may_keep = 0
+        """Number of bytes of units that `load` may keep, for queues with few. Opening thousands of files takes long."""
         self._tmp, self._file_mode = parts.root / "tmp", parts.config.file_mode
         self._queues: dict[tuple[str, int], ConsumeQueue] = {}
         self._topics: dict[str, dict[int, ConsumeQueue]] = {}
@@ -480,7 +493,7 @@ class QueueTable:
 
     def digest(self) -> int:
         """Return a number for the existing queues, their files, and their ends."""
-        extents = (queue.extent() for queue in self if queue.max_offset and queue.list_files())
+        extents = filter(None, (queue.extent() for queue in self))
         return sum(crc32c(extent.encode("utf-8", "surrogateescape")) for extent in extents)
 
     def _folders(self, path: str, *, own: bool = False) -> list[str]:
@@ -493,7 +506,7 @@ class QueueTable:
         for topic in topics:
             if is_path_safe(topic):
                 for name in self._folders(os.path.join(self.root, topic), own=self.own):
-                    if _is_queue_id(name):
+                    if is_queue_id(name):
                         yield topic, int(name)
 
     def refresh(self, only: str | None) -> list[ConsumeQueue]:
@@ -573,9 +586,7 @@ class QueueTable:
 
     def sync(self) -> None:
         """Make every unit written so far durable: files first, then the folders that name them.
-
-        If it raises, all files stay dirty. The dispatcher may write more files meanwhile.
-        """
+        If it raises, all files stay dirty. The dispatcher may write more files meanwhile."""
         with self._lock:
             files, self._dirty = self._dirty, set()
             directories, self._dirty_directories = self._dirty_directories, set()

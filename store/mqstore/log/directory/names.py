@@ -15,6 +15,7 @@ _DLQ_PREFIX = "%DLQ%"
 _LEGAL = re.compile(r"[%|a-zA-Z0-9_-]+|%RETRY%[%|a-zA-Z0-9_+-]+")
 MAX_QUEUE_ID = 16_383
 """Maximum queue id of a message that is put. Files of a RocketMQ broker may have greater ones."""
+_MAX_STORED_QUEUE_ID = 0x7FFF_FFFF
 MAX_TOPIC = 127
 MAX_SYSTEM_TOPIC = 255
 
@@ -49,3 +50,8 @@ def check_topic(topic: str) -> bytes:
     if len(topic) > limit:
         raise InvalidMessageError(f"topic {topic[:40]!r}... has {len(topic)} characters. The limit is {limit}", "topic")
     return topic.encode("ascii")
+
+
+def is_queue_id(name: str) -> bool:
+    """Return True if a folder of this name belongs to a queue."""
+    return name.isascii() and name.isdigit() and str(int(name)) == name and int(name) <= _MAX_STORED_QUEUE_ID

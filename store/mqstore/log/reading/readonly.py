@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.lock import AbortMark, writer_alive
+from mqstore.files.readonly_fs import QUIET
 from mqstore.log.bulk.splice import would_undo
 from mqstore.log.bulk.txn import Intent
 from mqstore.log.derived.consumequeue import ConsumeQueue
@@ -29,6 +30,8 @@ from mqstore.log.recovery.verify import Verifier
 from mqstore.log.writing.log_tail import QueueRef
 from mqstore.logger import log as _log
 from mqstore.options import Duration, Profile, StoreConfig
+
+_KEPT_BYTES = 16 << 20
 
 
 class ReadOnlyMessageStore(IteratingReader):
@@ -55,6 +58,7 @@ class ReadOnlyMessageStore(IteratingReader):
         resolve = partial(manifests.resolve, writer=False, create=False, derive=True, config=self.config, fs=fs)
         self.manifest = resolve(self.path, profile=profile, clock=self.clock)
         parts = StoreParts(self.path, self.manifest, self.config, fs, self.clock, writable=False)
+        parts.queue_table.may_keep = _KEPT_BYTES if fs is QUIET else 0  # others may stay open for long
         self._set_parts(parts)
         self._read_by(FileFeed(parts, self.check_open))
         self.recovery = RecoveryReport()

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from mqstore import arrays as np
 from mqstore.files.segment import place_in_file
 from mqstore.layout.arrays.dispatch import Rows
-from mqstore.layout.consumequeue import VOID, is_void
+from mqstore.layout.consumequeue import UNIT, VOID, is_void
 from mqstore.layout.record import MIN_RECORD_BYTES
 from mqstore.log.derived.consumequeue import ConsumeQueue
 from mqstore.log.directory.names import is_path_safe
@@ -437,7 +437,7 @@ class TopicGenerations:
             return _NONE
         begin = self._begins.get(queue)
         if begin is None and queue.max_offset:
-            unit = queue.unit(max(0, min(offset, queue.max_offset - 1)))
+            unit = UNIT.unpack(queue.kept(max(0, min(offset, queue.max_offset - 1)), 1))
             if unit[1] > 0 and unit[0] <= physical and unit != VOID:
                 self._listed[queue] = physical  # the record is listed, or follows a listed one
                 return _NONE

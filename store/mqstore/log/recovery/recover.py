@@ -422,7 +422,7 @@ class _Recovery:
     def _repair(self, queue: ConsumeQueue, first: int, units: np.NDArray[np.void]) -> None:
         """Write `units` to slots [first, first + len) where they differ, and count the differences.
         Units that may never have been synced are written, too, but not counted."""
-        data = queue.read(first, len(units))
+        data = (queue.read if self.writing else queue.kept)(first, len(units))
         if not self.writing and data == units.tobytes():
             return
         found = np.frombuffer(data, units.dtype)
