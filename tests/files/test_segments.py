@@ -545,3 +545,23 @@ def test_reader_distinguishes_moving_front_and_hole(
     assert [(problem.kind, problem.position // SIZE) for problem in problems] == [
         ("missing_segment", start) for start in missing
     ]
+
+
+def test_joined_bytes_are_kept_once_and_up_to_a_limit(folder: Path) -> None:
+    """They are dropped with the list of segments, since another segment may get the same place."""
+    filled(folder, 4)
+    reader = open_reader(folder)
+    first, third = reader.segments()[::2]
+    reader.may_keep = 3 * first.size
+    old = [reader.joined(each, 2 * first.size, again=True) for each in (first, third)]
+    for file in folder.iterdir():
+        file.write_bytes(b"new" + file.read_bytes()[3:])
+
+    assert reader.joined(first, 2 * first.size) == old[0]
+    assert reader.joined(first, 2 * first.size)[:3] == reader.joined(third, 2 * first.size)[:3] == b"new"
+    reader.may_keep = 2 * first.size
+    reader.joined(first, 2 * first.size, again=True)
+    reader.load()
+    for file in folder.iterdir():
+        file.write_bytes(b"now" + file.read_bytes()[3:])
+    assert reader.joined(reader.segments()[0], 2 * first.size)[:3] == b"now"

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from mqstore.engine import Finding
 from mqstore.errors import ConfigError
-from mqstore.files.filesystem import FileSystem
+from mqstore.files.filesystem import FILE_MODE, FileSystem
 from mqstore.files.lock import writer_alive
+from mqstore.files.readonly_fs import ReadOnlyFileSystem
 from mqstore.jobs import recover, verify, verifying
 from mqstore.jobs.options.options import SourceOptions
 from mqstore.jobs.reading import opening
@@ -30,6 +31,7 @@ from mqstore.layout.arrays.scan import find_next
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.scanning import scanner
 from mqstore.log.recovery.verify import verified_ranges
+from mqstore.native import kernel
 from mqstore.options import Profile
 from tests.columnar.support import SEGMENT, Odd, many, write_store
 from tests.conftest import GOLDEN_NAMES, Golden
@@ -467,3 +469,27 @@ def test_the_file_of_a_small_queue_is_read_once(
     assert {name: count for name, count in counts.items() if "consumequeue" in name} == {
         f"consumequeue/t/{queue_id}/{0:020d}": 1 for queue_id in range(4)
     }
+
+
+@pytest.mark.skipif(kernel is None, reason="without compiled parts the records are read by mappings")
+@pytest.mark.parametrize("job", [verify, partial(recover, dry_run=True)])
+def test_small_segments_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Callable[[Path], object]
+) -> None:
+    """Both for their names and for their records. Each is opened once more, to see that it can be."""
+    with open_store(tmp_path / "s", segment_bytes=1024) as store:
+        for _ in range(100):
+            store.put("t", bytes(400), queue_id=0)
+    full = sorted((tmp_path / "s" / "commitlog").glob("0*"))[:-2]
+    counts = Counter[str]()
+
+    def opened(self: ReadOnlyFileSystem, path: str, flags: int, mode: int = FILE_MODE) -> int:
+        counts[os.fspath(path)] += 1
+        return open_file(self, path, flags, mode)
+
+    open_file = ReadOnlyFileSystem.open
+    monkeypatch.setattr(ReadOnlyFileSystem, "open", opened)
+    job(tmp_path / "s")
+
+    assert len(full) > 40
+    assert {counts[str(file)] for file in full} == {2}

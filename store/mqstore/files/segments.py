@@ -61,12 +61,15 @@ class SegmentRun:
         self.added: dict[int, mmap.mmap] = {}
         #: For readers: why a file cannot be opened, by name. It counts as missing. Set by `load`.
         self.unreadable: dict[str, str] = {}
+        #: Number of bytes that `joined` may keep for its next calls, in a process that ends soon.
+        self.may_keep = 0
         #: Starts of segments that `joined` must not read: a scan found a damaged or unfinished one among them.
         self.alone = range(0)
         self._fs = fs
         self._max_mappings = max_mappings
         self._by_start: dict[int, Segment] = {}
         self._starts: tuple[int, ...] = ()  # sorted; replaced, never changed, so that readers need no lock
+        self._joined: dict[int, bytes] = {}  # by the start of the first segment
         self._mapped: OrderedDict[int, Segment] = OrderedDict()  # mapped read-only, most recently used last
         self._lock = Lock()  # guards the four above and each segment's mapping and file
 
@@ -300,18 +303,27 @@ class SegmentRun:
             here = self._by_start.get(here.end)
         return found if len(found) > 1 else []
 
-    def joined(self, segment: Segment, most: int) -> bytes:
+    def joined(self, segment: Segment, most: int, *, again: bool = False) -> bytes:
         """Return the bytes of the segments that `whole` returns, one after the other.
-        Reading small segments takes less time than mapping them. There are fewer if one cannot be read now."""
+        Reading small segments takes less time than mapping them. There are fewer if one cannot be read now. With
+        `again` the next call returns the same bytes, if they may be kept: opening thousands of files takes long."""
         parts: list[bytes] = []
+        whole = self.whole(segment, most)
+        known = self._joined.pop(segment.start, b"")
+        if whole and len(known) == len(whole) * segment.size:
+            return known
         with contextlib.suppress(OSError, MQStoreError):  # reading it alone raises it again
-            for here in self.whole(segment, most):
+            for here in whole:
                 with self._fs.opened(here.path, os.O_RDONLY) as fd:
                     data = self._fs.pread(fd, here.size, 0)
                 if len(data) < here.size:
                     break
                 parts.append(data)
-        return b"".join(parts)
+        data = b"".join(parts)
+        if again and len(data) <= self.may_keep:
+            self.may_keep -= len(data)
+            self._joined[segment.start] = data
+        return data
 
     def data_end(self, segment: Segment, start: int) -> int:
         """Return a position in a segment, at or after `start`, from which on there are certainly zeros.
@@ -351,5 +363,6 @@ class SegmentRun:
         """Make `segments`, ascending, the content of the run. The lock is held."""
         by_start = {segment.start: segment for segment in segments}
         starts, last = tuple(by_start), segments[-1] if segments else None
+        self._joined.clear()
         # No call between these: a signal handler must not find only some of them changed.
         self._by_start, self._starts, self.last = by_start, starts, last

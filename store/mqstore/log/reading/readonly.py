@@ -31,7 +31,8 @@ from mqstore.log.writing.log_tail import QueueRef
 from mqstore.logger import log as _log
 from mqstore.options import Duration, Profile, StoreConfig
 
-_KEPT_BYTES = 16 << 20
+_KEPT_UNITS, _KEPT_RECORDS = 16 << 20, 32 << 20
+"""Number of bytes of small files that a command keeps when it reads them for the first time."""
 
 
 class ReadOnlyMessageStore(IteratingReader):
@@ -58,7 +59,8 @@ class ReadOnlyMessageStore(IteratingReader):
         resolve = partial(manifests.resolve, writer=False, create=False, derive=True, config=self.config, fs=fs)
         self.manifest = resolve(self.path, profile=profile, clock=self.clock)
         parts = StoreParts(self.path, self.manifest, self.config, fs, self.clock, writable=False)
-        parts.queue_table.may_keep = _KEPT_BYTES if fs is QUIET else 0  # others may stay open for long
+        if fs is QUIET:  # others may stay open for long
+            parts.queue_table.may_keep, parts.log_files.may_keep = _KEPT_UNITS, _KEPT_RECORDS
         self._set_parts(parts)
         self._read_by(FileFeed(parts, self.check_open))
         self.recovery = RecoveryReport()

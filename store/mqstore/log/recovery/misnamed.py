@@ -86,7 +86,7 @@ def _begin_with_records(run: SegmentRun, start: int, checksum: Checksum) -> bool
     for segment in run.segments():
         if segment.end <= start:
             continue
-        buffer = run.joined(segment, joined_bytes()) or run.mapping(segment)
+        buffer = run.joined(segment, joined_bytes(), again=True) or run.mapping(segment)
         places = range(0, len(buffer), size)
         if any(check_record(buffer, at, at + size, segment.start + at, checksum).status != "ok" for at in places):
             return False
