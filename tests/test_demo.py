@@ -33,7 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]
     """The summary of one small run, and the directory that it worked in."""
     folder = tmp_path_factory.mktemp("demo") / "new"
     done = subprocess.run(
-        [sys.executable, "-m", "examples.demo", "--limit-mb", "1", "--json", "--dir", str(folder)],
+        [sys.executable, "-m", "examples.demo", "--limit-mb", "0.3", "--json", "--dir", str(folder)],
         cwd=Path(__file__).parent.parent,
         env=environment(),
         capture_output=True,
@@ -109,7 +109,7 @@ def test_changed_file_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     demo_module_read = demo_module.read_sources
     monkeypatch.setattr(demo_module, "read_sources", one_wrong)
     monkeypatch.setattr(demo_module.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
-    result = CliRunner().invoke(demo, ["--limit-mb", "0.5"])
+    result = CliRunner().invoke(demo, ["--limit-mb", "0.1"])
     assert result.exit_code == 1
     assert "FAILED" in result.output
     assert "these do not: files" in result.output

@@ -15,7 +15,7 @@ When all is done and the dead letters are purged, retention has its turn, and th
 What was overtaken is caught up with for longer than in earnest here, for a busy machine is slow, too. A second, shorter
 run has one group whose queues change hands as quickly as in earnest.
 
-MQSTORE_STRESS_SECONDS says for how long messages are sent (5); MQSTORE_STRESS_SEED chooses another run.
+MQSTORE_STRESS_SECONDS says for how long messages are sent (3); MQSTORE_STRESS_SEED chooses another run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from mqstore import Message
 from tests.holding import new_threads, open_files
 from tests.waiting import until
 
-SECONDS = float(os.environ.get("MQSTORE_STRESS_SECONDS", "5"))
+SECONDS = float(os.environ.get("MQSTORE_STRESS_SECONDS", "3"))
 SEED = int(os.environ.get("MQSTORE_STRESS_SEED", "7"))
 SHIPPED_SECONDS = max(1.7, SECONDS / 6)
 """Of these for the group whose queues change hands as quickly as in earnest; the rest for everything at once."""

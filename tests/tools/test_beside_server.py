@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -152,19 +153,19 @@ def alone(original: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory) 
     return run
 
 
-@pytest.mark.parametrize("way", ["directory", "address"])
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(("name", "planned_by"), [*zip(CHANGES, cycle(["directory", "address"]), strict=False)])
 def test_server_does_what_the_command_does_alone(
-    original: tuple[Path, str], alone: Callable[[str], tuple[Any, Any]], store: Path, name: str, way: str
+    original: tuple[Path, str], alone: Callable[[str], tuple[Any, Any]], store: Path, name: str, planned_by: str
 ) -> None:
+    """It is planned by the directory and done by the address of the server, or the other way round."""
     words = CHANGES[name].replace("HANDLE", original[1])
     expected, after = alone(name)
 
     with served(store) as (_, address):
-        target = store if way == "directory" else address
-        planned = printed(target, name, words, "--dry-run")
+        targets = (store, address) if planned_by == "directory" else (address, store)
+        planned = printed(targets[0], name, words, "--dry-run")
         between = state(store)
-        done = [planned, printed(target, name, words)]
+        done = [planned, printed(targets[1], name, words)]
 
     assert done == expected
     assert expected[0][0] == expected[1][0] == 0
