@@ -54,7 +54,8 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("third", range(3))
 def test_every_question_is_answered(bench: Bench, third: int) -> None:
-    done = bench.ask(*MODULES[third::3], "-k", "not test_spark_", "--benchmark-save=run")
+    """Of a question for two sizes of bodies one is asked: the other differs in a number."""
+    done = bench.ask(*MODULES[third::3], "-k", "not test_spark_ and not [1024]", "--benchmark-save=run")
 
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     [path] = bench.saved()

@@ -700,9 +700,15 @@ def test_message_after_a_wild_offset_survives_a_second_crash(path: Path) -> None
         assert store.recovery.rebuilt.units == 0
 
 
-@pytest.mark.parametrize(("unit", "left"), [(b"\1" * 20, "records"), (b"\1" * 20, "none"), (bytes(20), "none")])
-def test_a_queue_file_from_far_away_costs_neither_time_nor_room(clean: Made, unit: bytes, left: str) -> None:
+@pytest.mark.parametrize(
+    ("profile", "unit", "left"),
+    [("mqstore", b"\1" * 20, "records"), ("rocketmq", b"\1" * 20, "none"), ("mqstore", bytes(20), "none")],
+)
+def test_a_queue_file_from_far_away_costs_neither_time_nor_room(
+    tmp_path: Path, profile: str, unit: bytes, left: str
+) -> None:
     """Who looked at what lay before it never came to an end, and who zeroed it made all the files in between."""
+    clean = make(tmp_path / "store", profile)
     stray = clean.path / "consumequeue" / ("orders" if left == "records" else "gone") / "0" / f"{160 << 40:020d}"
     stray.parent.mkdir(parents=True, exist_ok=True)
     (stray.parent / f"{0:020d}").touch()

@@ -239,7 +239,7 @@ def damage(path: Path, rng: random.Random) -> str:
     return f"{kind} {victim.relative_to(path)}"
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [1, 2])
 def test_no_damage_makes_a_tool_fall_over(golden: Golden, tmp_path: Path, seed: int) -> None:
     """Findings or an error: never a crash, a hang or a control sequence (which `mqstore` checks). Seeded, so that a
     failure can be looked at again."""
@@ -457,10 +457,10 @@ def test_splice_and_inbox_are_shown(path: Path) -> None:
 
 
 def test_the_worst_file_that_is_read_takes_a_bounded_amount_of_memory(tmp_path: Path) -> None:
-    """35 MB of JSON took 2 GiB. As large as the limits allow it takes 0.6 GiB, and half as much for half of it."""
+    """35 MB of JSON took 2 GiB. As large as the limits allow it takes 0.6 GiB, and a quarter of it less than 0.25."""
     with library.open(tmp_path / "store") as store:
         store.put("a", b"x")
-    entries = (b'"t%x@g":{"0":1}' % n for n in range(250_000))  # half of the limit
+    entries = (b'"t%x@g":{"0":1}' % n for n in range(125_000))  # a quarter of the limit
     content = b'{"offsetTable":{' + b",".join(entries) + b"}}"
     (tmp_path / "store" / "config").mkdir(exist_ok=True)
     (tmp_path / "store" / "config" / "consumerOffset.json").write_bytes(content)
@@ -471,7 +471,7 @@ def test_the_worst_file_that_is_read_takes_a_bounded_amount_of_memory(tmp_path: 
 
     assert child.returncode == 0
     kibibytes = used.ru_maxrss // (1024 if sys.platform == "darwin" else 1)
-    assert kibibytes < 1 << 19, f"{kibibytes >> 10} MiB"
+    assert kibibytes < 1 << 18, f"{kibibytes >> 10} MiB"
 
 
 # -- queues that lack messages -----------------------------------------------------------------------------------------
