@@ -36,10 +36,10 @@ from mqstore import Message, OutgoingMessage, Retention, StoreConfig
 from mqstore.admin import inspect_store
 from mqstore.errors import OffsetOutOfRangeError
 from mqstore.jobs import verify
-from mqstore_tools.main import main
 from tests.children import in_child, speaking_child
 from tests.commands import looking
 from tests.log.support import open_in
+from tests.tools.support import main
 
 ROUNDS = os.environ.get("MQSTORE_CAMPAIGN_ROUNDS")
 ONLY = os.environ.get("MQSTORE_CAMPAIGN_SEED")

@@ -30,13 +30,13 @@ from typing import Any
 import pytest
 
 import mqstore
-import mqstore_tools.main
 from mqstore.errors import MQStoreError
 from tests.children import in_child
 from tests.commands import looking, opening
 from tests.log.splicesupport import Row, bundle, publish
 from tests.log.support import open_in
 from tests.records import encode_record
+from tests.tools.support import cli
 from tests.waiting import until
 
 ROUNDS = int(os.environ.get("MQSTORE_CAMPAIGN_ROUNDS", "20"))
@@ -132,7 +132,7 @@ HARMLESS = frozenset({"folder", "zeros"})
 def _cli(*words: str) -> Command:
     def run(store: Path, out: Path) -> None:
         arguments = [word.replace("DIR", str(store)).replace("OUT", str(out)) for word in words]
-        mqstore_tools.main.cli.main(arguments, prog_name="mqstore")
+        cli.main(arguments, prog_name="mqstore")
 
     return run
 

@@ -30,7 +30,6 @@ from mqstore.errors import (
     StoreIOError,
     UnsupportedStoreError,
 )
-from mqstore.log.bulk import txn
 from tests.faults import CHANGES, STEP, FaultyFileSystem
 from tests.log.recovering import rebuild_config, recover
 from tests.log.splicesupport import Halfway, Row, described, kill_in_splice, put_one_by_one, shown, stage, staged
@@ -230,11 +229,8 @@ def test_a_splice_that_nobody_will_repeat_leaves_no_entry(tmp_path: Path) -> Non
         assert sum(map(len, shown(store).values())) == len(ROWS)
 
 
-def test_application_table_forgets_the_oldest(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond 10,000 those that were not used for 30 days, beyond 100,000 (here a tenth of both) all."""
-    assert (txn._APPS_KEPT, txn._APPS_MAX) == (10_000, 100_000)
-    monkeypatch.setattr(txn, "_APPS_KEPT", 1_000)
-    monkeypatch.setattr(txn, "_APPS_MAX", 10_000)
+def test_application_table_forgets_the_oldest(root: Path) -> None:
+    """Beyond 10,000 those that were not used for 30 days, beyond 100,000 all."""
     day_ms = 86_400_000
 
     def spliced(apps: dict[str, int], *new: str) -> dict[str, Any]:
@@ -250,11 +246,11 @@ def test_application_table_forgets_the_oldest(root: Path, monkeypatch: pytest.Mo
         found: dict[str, Any] = state_of(root)["apps"]
         return found
 
-    old = spliced({f"old-{i}": i for i in range(999)}, "new", "newer")
-    assert len(old) == 1_000
+    old = spliced({f"old-{i}": i for i in range(9_999)}, "new", "newer")
+    assert len(old) == 10_000
     assert "old-0" not in old
     assert {"old-1", "new", "newer"} < old.keys()
-    assert len(spliced({f"busy-{i}": 99 * day_ms for i in range(10_000)}, "one")) == 10_000
+    assert len(spliced({f"busy-{i}": 99 * day_ms for i in range(100_000)}, "one")) == 100_000
 
 
 @pytest.mark.parametrize(

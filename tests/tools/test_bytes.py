@@ -296,7 +296,7 @@ HOSTILE: dict[str, Callable[[random.Random], bytes]] = {
 @pytest.mark.parametrize("content", HOSTILE)
 @pytest.mark.parametrize("kind", FILES)
 def test_hostile_content_is_shown_within_bounds(tmp_path: Path, kind: str, content: str) -> None:
-    for data in {HOSTILE[content](random.Random(seed)) for seed in range(5)}:
+    for data in {HOSTILE[content](random.Random(seed)) for seed in range(2)}:
         (tmp_path / "file").write_bytes(data)
 
         result = mqstore("inspect", "--file", tmp_path / "file", "--as", kind, "--limit", 9)

@@ -22,10 +22,9 @@ from typing import Any
 import pytest
 
 import mqstore as library
-from mqstore_tools.main import cli
 from tests.children import fork
 from tests.tools.brokers import broker, clock_now
-from tests.tools.support import forked, mqstore, mqstore_json
+from tests.tools.support import cli, forked, mqstore, mqstore_json
 from tests.waiting import until
 
 ONCE = ("--once", "--interval", "0.1")
