@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,13 +28,15 @@ from tests.tools.support import environment
 
 CHECKS = {"killed", "acknowledged", "complete", "once", "files", "keys", "verified", "found", "mended", "passed_over"}
 
+LIMIT_MB = "0.3"
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """The summary of one small run, and the directory that it worked in."""
     folder = tmp_path_factory.mktemp("demo") / "new"
     done = subprocess.run(
-        [sys.executable, "-m", "examples.demo", "--limit-mb", "0.3", "--json", "--dir", str(folder)],
+        [sys.executable, "-m", "examples.demo", "--limit-mb", LIMIT_MB, "--json", "--dir", str(folder)],
         cwd=Path(__file__).parent.parent,
         env=environment(),
         capture_output=True,
@@ -101,15 +104,21 @@ def test_the_mended_copy_has_lost_one_message_and_says_so(run: tuple[dict[str, A
     assert findings[0].file == flipped["bad_record"]["file"]
 
 
-def test_changed_file_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_changed_file_is_reported(
+    run: tuple[dict[str, Any], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The same sample is read again, from a copy of the store."""
+    summary, folder = run
+
     def one_wrong(*arguments: Any) -> list[demo_module.Source]:
         sources = demo_module_read(*arguments)
         return [replace(sources[0], sha256="0" * 64), *sources[1:]]
 
     demo_module_read = demo_module.read_sources
     monkeypatch.setattr(demo_module, "read_sources", one_wrong)
+    monkeypatch.setattr(demo_module._Demo, "write", lambda work: shutil.copytree(folder / "store", work.store))
     monkeypatch.setattr(demo_module.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
-    result = CliRunner().invoke(demo, ["--limit-mb", "0.1"])
+    result = CliRunner().invoke(demo, ["--limit-mb", LIMIT_MB, "--seed", str(summary["seed"])])
     assert result.exit_code == 1
     assert "FAILED" in result.output
     assert "these do not: files" in result.output

@@ -508,7 +508,7 @@ def test_a_message_for_each_of_many_who_wait_wakes_them_all(store: Store) -> Non
 def test_many_workers_lose_no_wake_up(store: Store, ordered: bool) -> None:
     """Messages in bursts, one at a time in flight per worker, some given back: nothing is ever left while all sleep."""
     consumers = [store.simple_consumer("g", {"t": "*", "u": "*"}, ordered=ordered, visibility=600) for _ in range(2)]
-    count, done, lock = 300, Counter[bytes](), threading.Lock()
+    count, done, lock = 120, Counter[bytes](), threading.Lock()
 
     def work(consumer: SimpleConsumer) -> None:
         for delivery in consumer:
@@ -521,7 +521,7 @@ def test_many_workers_lose_no_wake_up(store: Store, ordered: bool) -> None:
     workers = [in_thread(lambda i=i: work(consumers[i % 2])) for i in range(8)]
     for i in range(count):
         store.put("tu"[i % 2], b"%d" % i)
-        if i % 50 == 0:
+        if i % 20 == 0:
             until(lambda i=i: len(done) >= i // 2)
     end = time.monotonic() + 60
     while len(done) < count and time.monotonic() < end:

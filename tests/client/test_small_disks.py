@@ -165,7 +165,7 @@ def test_bulk_append_takes_nothing_that_is_kept_back(tmp_path: Path, door: str) 
         hidden = bundle(disk / "mq", "job", 0, [rows], name=".job-0") if "inbox" in door else None
         with mqstore.open(disk / "mq", config=config) as store:
             queue = store.queue("jobs")
-            fill(lambda: queue.put(bytes(500)))
+            fill(lambda: queue.put(bytes(5000)))
             end = store.broker.store.max_offset
             if hidden is not None and door == "inbox":
                 hidden.rename(hidden.with_name("job-0"))
