@@ -14,6 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import datetime
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from mqstore import arrays as np
@@ -437,19 +438,12 @@ class Index:
     def drop_before(self, min_physical: int) -> int:
         """Delete the leading files whose newest record is below `min_physical`. Return their number.
         The last file is never deleted."""
-        dropped = 0
-        while len(self.files) > 1 and self.files[0].header.end_physical_offset < min_physical:
-            with self._lock:
-                file = self.files.pop(0)
-            file.close()
-            self.fs.unlink(file.path)
-            dropped += 1
-        if dropped:
-            self.fs.sync_directory(self._root)
-        return dropped
+        old = [*takewhile(lambda file: file.header.end_physical_offset < min_physical, self.files[:-1])]
+        self.remove(old)
+        return len(old)
 
     def remove(self, files: list[IndexFile]) -> None:
-        """Delete `files`, so that they can be rebuilt."""
+        """Delete `files`."""
         for file in files:
             with self._lock:
                 self.files.remove(file)
