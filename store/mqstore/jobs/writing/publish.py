@@ -38,7 +38,7 @@ from mqstore.jobs.reading.opening import StoreName, open_store
 from mqstore.jobs.reading.store_set import MEMBERS, RECORDED, SET_FILE, read_set
 from mqstore.jobs.writing.staging import STAGING, ShardInfo, clean, folders, make_folders, transaction_folder
 from mqstore.layout.record import BLANK_BYTES
-from mqstore.log.bulk.inbox import topics_entered
+from mqstore.log.bulk.inbox import queues_entered
 from mqstore.log.bulk.txn import read_txn
 from mqstore.log.commitlog import ALLOWANCE
 from mqstore.log.directory.manifest import MANIFEST, NOT_YET
@@ -421,7 +421,7 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
         return _already(root, wanted, newest)
     if not wanted.shards:
         return 0
-    entered = topics_entered(root, fs)  # a topic without an entry cannot have been altered
+    entered = queues_entered(root, fs)  # a topic without an entry cannot have been altered
     there = plan_target(options).topics
     for topic, planned in wanted.topics.items():
         if planned is not None and topic in entered:

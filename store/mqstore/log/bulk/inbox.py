@@ -58,7 +58,7 @@ from mqstore.logger import log as _log
 
 _REFUSED = "refused"
 _DONE = "_done-"
-_QUEUES_MAX = 16_384
+QUEUES_MAX = 16_384
 _ENTRY = {"readQueueNums": 16, "writeQueueNums": 16, "perm": 6}
 """Members of an entry of `topics.json`, and RocketMQ's defaults for absent ones."""
 _TRIES = 8
@@ -87,10 +87,9 @@ class Bundle(NamedTuple):
         app: Any = value.get("app")
         version: Any = value.get("ver")
         shards: Any = value.get("shards")
-        create: Any = value.get("create", {})
-        highest: Any = value.get("highest", {})
+        create, highest = value.get("create", {}), value.get("highest", {})
         are_names = isinstance(shards, list) and all(isinstance(name, str) and is_path_safe(name) for name in shards)
-        are_counts = isinstance(create, dict) and all(type(n) is int and 0 < n <= _QUEUES_MAX for n in create.values())
+        are_counts = isinstance(create, dict) and all(type(n) is int and 0 < n <= QUEUES_MAX for n in create.values())
         are_ids = isinstance(highest, dict) and all(type(each) is int for each in highest.values())
         is_version = type(version) is int and 0 <= version < 1 << 63
         goods = {"app": is_app(app), "ver": is_version, "shards": are_names, "create": are_counts, "highest": are_ids}
@@ -107,43 +106,30 @@ class Bundle(NamedTuple):
         return cls(folder, app, version, tuple(shards), create, highest)
 
 
-class Entered(NamedTuple):
-    """Number of queues and permissions of a topic."""
-
-    read_queues: int
-    write_queues: int
-    perm: int
-
-
-def topics_entered(root: Path, fs: FileSystem) -> dict[str, Entered]:
-    """Return the topics in the table of the store at `root`. Raises the errors of `load_json`.
-    A topic without an entry has every queue that was ever put to."""
+def queues_entered(root: Path, fs: FileSystem) -> dict[str, int]:
+    """Return the number of queues of each topic in the table of the store at `root`. Raises the errors of `load_json`.
+    A topic without an entry has every queue that was ever put to, so at most `QUEUES_MAX`."""
     value = load_json(root / "config" / "topics.json", writer=False, fs=fs, root=root).value or {}
     table = value.get("topicConfigTable")
-    found: dict[str, Entered] = {}
+    found: dict[str, int] = {}
     for topic, entry in table.items() if isinstance(table, dict) else ():
         if isinstance(entry, dict):
-            numbers = [entry.get(name, default) for name, default in _ENTRY.items()]
-            if all(type(each) is int for each in numbers):
-                found[topic] = Entered(*numbers)
+            read, write, perm = (entry.get(name, default) for name, default in _ENTRY.items())
+            if type(read) is type(write) is type(perm) is int:
+                found[topic] = max(read, write)
     return found
 
 
 def _check_highest(root: Path, highest: Mapping[str, int], fs: FileSystem) -> None:
     """Raise ConfigError if a topic no longer has the `highest` queue that its records name."""
-    entered = topics_entered(root, fs) if highest else {}
+    entered = queues_entered(root, fs) if highest else {}
     for topic, queue_id in highest.items():
-        queues = queues_of(entered.get(topic))
+        queues = entered.get(topic, QUEUES_MAX)
         if queue_id >= queues:
             raise ConfigError(
                 f"{root}: rows were written for queue {queue_id} of topic {topic!r}, which was altered and now has "
                 f"{queues} queues. Write the rows again"
             )
-
-
-def queues_of(entry: Entered | None) -> int:
-    """Return the number of queues in a topic's entry, or the maximum without one."""
-    return _QUEUES_MAX if entry is None else max(entry.read_queues, entry.write_queues)
 
 
 class InboxState(NamedTuple):

@@ -53,7 +53,7 @@ from mqstore.layout.record import (
     store_timestamp_at,
     unreadable_number,
 )
-from mqstore.log.bulk.inbox import free_path, queues_of, topics_entered
+from mqstore.log.bulk.inbox import QUEUES_MAX, free_path, queues_entered
 from mqstore.log.bulk.shard import shard_json
 from mqstore.log.bulk.txn import read_txn
 from mqstore.log.directory.names import HALF_TOPIC, MAX_QUEUE_ID, SYSTEM_PREFIX, TIMER_TOPIC, is_path_safe
@@ -332,7 +332,7 @@ def _size(store: StoreReader, file: CutFile) -> int:
 
 def _gather(store: StoreReader, files: Sequence[CutFile], staged: _Staged, progress: Progress) -> list[Tally]:
     """Stage each message that must be appended, and count the others."""
-    entered = topics_entered(store.path, store.fs)
+    entered = queues_entered(store.path, store.fs)
     others = [file for file in cut_files(store) if file not in files]
     sizes = {file: _size(store, file) for file in (*files, *others)}
     total = 3 * sum(sizes[file] for file in files)  # a splice reads everything twice
@@ -367,7 +367,7 @@ def _gather(store: StoreReader, files: Sequence[CutFile], staged: _Staged, progr
                     "restore both together, else it would be appended twice"
                 )
             else:
-                if item.queue_id >= (queues := queues_of(entered.get(item.topic))):
+                if item.queue_id >= (queues := entered.get(item.topic, QUEUES_MAX)):
                     raise ConfigError(
                         f"{file.name} has a message for queue {item.queue_id} of topic {item.topic!r}, which has "
                         f"{queues} queues now; give it {item.queue_id + 1} with `mqstore topics alter --queues`, and "
