@@ -52,10 +52,16 @@ _OWN_FILES = frozenset(
 )
 _OWN_BELOW = ("config", "cut", "index", "local_offsets", "timerlog")
 _CHECKSUM: dict[Profile, Checksum] = {"mqstore": "crc32c-record", "rocketmq": "crc32-body"}
-# commitlog bytes, consume-queue units, index slots, index entries, timerlog bytes
+_SIZE_NAMES = (
+    "commitlog_segment_bytes",
+    "consumequeue_segment_bytes",
+    "index_slots",
+    "index_entries",
+    "timerlog_segment_bytes",
+)
 _SIZES: dict[Profile, tuple[int, int, int, int, int]] = {
-    "mqstore": (64 << 20, 16_384, 100_000, 400_000, 8 << 20),
-    "rocketmq": (1 << 30, 300_000, 5_000_000, 20_000_000, 100 << 20),
+    "mqstore": (64 << 20, 16_384 * UNIT_BYTES, 100_000, 400_000, 8 << 20),
+    "rocketmq": (1 << 30, 300_000 * UNIT_BYTES, 5_000_000, 20_000_000, 100 << 20),
 }
 _Sizes = tuple[int, int, int, int, int]
 T = TypeVar("T")
@@ -123,15 +129,10 @@ def _lengths_of(directory: Path, fs: FileSystem) -> dict[str, int]:
 
 def _manifest(profile: Profile, sizes: _Sizes, config: StoreConfig, **others: Any) -> Manifest:
     """Return the manifest of a store that has no manifest file, or does not exist yet."""
-    segment, queue_segment, slots, entries, timerlog = sizes
+    others.update(zip(_SIZE_NAMES, sizes, strict=True))
     return Manifest(
         profile=profile,
         checksum=_CHECKSUM[profile],
-        commitlog_segment_bytes=segment,
-        consumequeue_segment_bytes=queue_segment,
-        index_slots=slots,
-        index_entries=entries,
-        timerlog_segment_bytes=timerlog,
         delay_levels=config.delay_levels or DEFAULT_DELAY_LEVELS,
         max_message_size=DEFAULT_MESSAGE_BYTES if config.max_message_size is None else config.max_message_size,
         **others,
@@ -139,14 +140,10 @@ def _manifest(profile: Profile, sizes: _Sizes, config: StoreConfig, **others: An
 
 
 def _sizes_of_new(profile: Profile, config: StoreConfig) -> _Sizes:
-    segment, units, slots, entries, timerlog = _SIZES[profile]
-    return (
-        config.segment_bytes or segment,
-        (config.consumequeue_units or units) * UNIT_BYTES,
-        config.index_slots or slots,
-        config.index_entries or entries,
-        timerlog,
-    )
+    segment, cq_bytes, slots, entries, timerlog = _SIZES[profile]
+    cq_bytes = config.consumequeue_units * UNIT_BYTES if config.consumequeue_units else cq_bytes
+    asked = (config.segment_bytes or segment, cq_bytes, config.index_slots or slots, config.index_entries or entries)
+    return (*asked, timerlog)
 
 
 def _sizes_of_files(root: Path, profile: Profile, config: StoreConfig, fs: FileSystem) -> _Sizes:
@@ -281,12 +278,7 @@ def decode(value: Any, path: Path, problems: list[str]) -> Manifest:
         raise bad(f"profile {profile!r} with checksum {value['checksum']!r}")
     if value["group_hash"] not in ("jump", "siphash24"):
         raise bad(f"group_hash {value['group_hash']!r}")
-    sizes = [
-        value["commitlog_segment_bytes"],
-        value["consumequeue_segment_bytes"],
-        value["index_slots"],
-        value["index_entries"],
-    ]
+    sizes = [value[name] for name in _SIZE_NAMES[:4]]
     if min(sizes) < 1 or max(sizes) > _SIZE_MAX or sizes[1] % UNIT_BYTES:
         raise bad(f"impossible sizes {sizes}")
     try:
