@@ -196,9 +196,8 @@ def _joined(ranges: Iterable[_Range]) -> Iterator[_Range]:
     last: _Range | None = None
     for each in ranges:
         if last is not None and (last[1], *last[2:]) == (each[0], *each[2:]):
-            last = (last[0], *each[1:])
-            continue
-        if last is not None:
+            each = (last[0], *each[1:])
+        elif last is not None:
             yield last
         last = each
     if last is not None:

@@ -153,7 +153,6 @@ class Housekeeper:
         try:
             gc.disable()
             while job.is_due(now_ms):
-                job.woken = False
                 self._run(name, job, now_ms)
         finally:
             if collects:
@@ -169,7 +168,6 @@ class Housekeeper:
             if self._stopping:
                 return None
             if job.is_due(now_ms):
-                job.woken = False
                 self._run(name, job, now_ms)
         return self.next_due_ms(now_ms)
 
@@ -180,6 +178,7 @@ class Housekeeper:
         return min((job.due_ms for job in self._jobs.values() if job.due_ms is not None), default=None)
 
     def _run(self, name: str, job: _Job, now_ms: int) -> None:
+        job.woken = False
         try:
             with self.turn:
                 job.due_ms = self.turn.lend(partial(job.mechanism.run_once, now_ms))

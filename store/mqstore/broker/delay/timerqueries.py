@@ -147,9 +147,7 @@ class TimerQueries(Roller):
         try:
             # Nearly every message has a unit, so counting from the end usually finds it at once.
             found = self._log.find(message.physical_offset, self._units.low, from_end)
-            if found is None:
-                return False
-            return self._unit_waits(*found)
+            return found is not None and self._unit_waits(*found)
         except TimerFilesDamaged:
             return True  # the files will be rebuilt from the topic, which then has the cancellation
 
