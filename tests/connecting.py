@@ -8,10 +8,13 @@ groups. After it everything that the server has sent is taken in, as a test with
 from __future__ import annotations
 
 import atexit
+import os
 import shutil
 import tempfile
 import threading
 from collections.abc import Callable
+from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +33,19 @@ ADMINISTRATION = {
 """Methods that tests call and no client does."""
 
 
+_numbers = count()
+
+
+@cache
+def _sockets() -> str:
+    folder, owner = tempfile.mkdtemp(), os.getpid()
+    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder))  # children that are forked share it
+    return folder
+
+
 def socket_path() -> Path:
     """Not the store's own: the server of a store that a test has killed still listens in this process."""
-    folder = tempfile.mkdtemp()
-    atexit.register(shutil.rmtree, folder)
-    return Path(folder, "s")
+    return Path(_sockets(), f"{os.getpid()}-{next(_numbers)}")
 
 
 class ConnectedBroker(remote.RemoteBroker):
