@@ -110,6 +110,28 @@ def test_retries_keep_their_priority_and_precede_lower_items(doors: Doors) -> No
     assert taken(queue) == [("high", 2), ("middle", 1), ("low", 2)]
 
 
+@pytest.mark.parametrize("failed_before", [False, True], ids=["first failure", "retries are there"])
+@pytest.mark.parametrize("to_topic", [None, "jobs"], ids=["to its group", "to the topic"])
+def test_replayed_dead_letters_keep_their_priority_and_order(
+    doors: Doors, failed_before: bool, to_topic: str | None
+) -> None:
+    queue = texts(doors)
+    if failed_before:  # so the retry topic has queues for priorities 0 to 4
+        queue.put("earlier", priority=4)
+        queue.get().nack(delay=0)
+        doors.settle()
+        queue.get().ack()
+    for item, priority in (("a", 6), ("b", 3), ("c", 6), ("d", 0), ("e", 6), ("f", 3)):
+        queue.put(item, priority=priority, delay=1)
+    doors.advance(2)
+    for task in queue.get_many(6):
+        task.reject("no such host")
+    doors.settle()
+    doors.store.dead_letters("jobs").replay(to_topic=to_topic)
+    queue.put("new", priority=5)
+    assert [value for value, _ in taken(queue)] == ["a", "c", "e", "new", "b", "f", "d"]
+
+
 def test_a_delayed_item_keeps_its_priority(doors: Doors) -> None:
     queue = texts(doors)
     queue.put("later", delay=5, priority=7)

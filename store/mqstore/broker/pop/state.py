@@ -318,7 +318,7 @@ class QueueState(QueueFields):
         self._drop_settled(self.holders)
 
     def holder(self, offset: int) -> str:
-        """Return the receiver of a delivery in flight, if it is in another process and known."""
+        """Return the client of a server that has a delivery, or "" if the receiver is in this process or not known."""
         batch = self.in_flight.get(offset, self.fifo)
         return "" if batch is None or batch.local else self.holders.get(offset, "")
 

@@ -440,8 +440,7 @@ class UnorderedQueues:
         config = parts.topics.get(key.topic)
         queue_id = key.queue_id if config is not None and config.by_priority else 0
         topic = pop_retry_topic(key.group, key.topic, parts.config.pop_retry_version)
-        if parts.topics.ensure(topic, queue_id + 1).read_queues <= queue_id:
-            parts.topics.alter(topic, queues=queue_id + 1)
+        parts.topics.ensure_queues(topic, queue_id + 1)
         parts.offsets.begin(QueueKey(key.group, topic, queue_id))
         return topic, queue_id
 

@@ -16,7 +16,8 @@ again, and the start moves past it when it gets there. A crash in a replay sends
 A replay sends each dead letter to its own group, in a retry topic which that group reads anyway:
 
     the group               reads                               its dead letters
-    pops, in order or not   %RETRY%group+topic, queue 0         have 1ST_POP_TIME
+    pops, in order or not   %RETRY%group+topic, queue 0 or      have 1ST_POP_TIME,
+                            that of its priority                and REAL_QID, the priority
     reads by offset         %RETRY%group, `retry_queues`        do not
     is a system group       nothing                             are delayed messages, which are sent to their topic
 """
@@ -31,7 +32,7 @@ from typing import Final
 
 from mqstore.broker.background.context import Parts, Tables, messages_of
 from mqstore.broker.background.service import BackgroundService
-from mqstore.broker.delay.route import TIMER_MARKS
+from mqstore.broker.delay.route import TIMER_MARKS, number
 from mqstore.broker.routing.selection import RoundRobin, group_queue
 from mqstore.broker.tables.names import (
     DLQ_PREFIX,
@@ -42,6 +43,7 @@ from mqstore.broker.tables.names import (
     is_retry_topic,
     is_system_group,
     pop_retry_topic,
+    popped_topic,
     retry_topic,
 )
 from mqstore.broker.tables.offsets import after_sent
@@ -269,8 +271,8 @@ class DeadLetters:
         if FIRST_POP_TIME in letter.stored_properties() or (
             topics.get(name) is None and topics.get(popped) is not None
         ):
-            name, queues = popped, 1
-        config = topics.ensure(name, queues) if create else topics.get(name) or TopicConfig(name)
+            name, queues = popped, 1 + self._priority(letter)
+        config = topics.ensure_queues(name, queues) if create else topics.get(name) or TopicConfig(name)
         if not config.writable:
             raise NotPermittedError(f"topic {name!r} is not writable; give it permission 6")
         return config
@@ -309,11 +311,21 @@ class DeadLetters:
             properties[RETRY_TOPIC] = shown  # consumers see this topic instead of the retry topic
         group = properties.get(SHARDINGKEY)
         queues = min(config.write_queues, config.read_queues) if is_retry_topic(config.name) else config.write_queues
-        if group is None:
+        home = self._tables.topics.get(popped_topic(self.group, config.name))
+        if home is not None and home.by_priority:
+            queue_id = min(self._priority(message), queues - 1)
+        elif group is None:
             queue_id = self._turns.next(config.name, queues)
         else:
             queue_id = group_queue(group, queues, self._tables.store.manifest.group_hash)
         return queue_id, properties
+
+    def _priority(self, letter: Message) -> int:
+        """Return the priority of the original, which is 0 if its topic has none."""
+        config = self._tables.topics.get(origin_of(letter))
+        if config is None or not config.by_priority:
+            return 0
+        return min(max(number(letter._stored_property(REAL_QID)) or 0, 0), config.write_queues - 1)
 
     def purge(self, *, before_offset: int | None = None, before_ms: int | None = None, dry_run: bool = False) -> int:
         """Remove all dead letters, or those below `before_offset`, or stored before `before_ms`. Return how many.

@@ -50,6 +50,7 @@ from mqstore.layout.properties import (
     MAX_PROPERTIES_BYTES,
     ORIGIN_MESSAGE_ID,
     POP_CK,
+    REAL_QID,
     REAL_TOPIC,
     RETRY_REASON,
     RETRY_TOPIC,
@@ -69,6 +70,7 @@ _DISPENSABLE: Final = (
     WAIT,
     ORIGIN_MESSAGE_ID,
     FIRST_POP_TIME,
+    REAL_QID,
     RETRY_TOPIC,
     DELAY,
 )
@@ -164,6 +166,9 @@ class Retries:
         if origin_topic is not None:
             first = message._stored_property(FIRST_POP_TIME)
             properties[FIRST_POP_TIME] = first or str(self._parts.clock.now_ms())
+            home = self._parts.topics.get(origin_topic)
+            if home is not None and home.by_priority:
+                properties[REAL_QID] = str(message.queue_id)  # the priority, which a replay gives it again
         properties[DELAY] = "0"
         _shed(properties)
         # Readers accept the separator (format#properties), a put does not.

@@ -262,6 +262,11 @@ class TopicTable(ConfigTable):
             )
         return self._enter_if_absent(TopicConfig(name, queues, queues), grow=True)
 
+    def ensure_queues(self, name: str, queues: int) -> TopicConfig:
+        """Return a topic as `ensure` does. One with fewer queues than `queues` gets that many."""
+        config = self.ensure(name, queues)
+        return config if config.read_queues >= queues else self.alter(name, queues=queues)
+
     def create(
         self,
         name: str,

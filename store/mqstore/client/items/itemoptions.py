@@ -48,8 +48,8 @@ class ItemOptions(TypedDict, total=False):
 
 _NAMES: Final = {"key": "keys"} | {name: name for name in ("delay", "tag", "properties")}
 """Option of an item -> option of a put."""
-BLOCKING: Final = frozenset({"expires", "priority", "unique", "unique_for"})
-"""Options whose put may wait for a lock, or for the disk whatever the durability."""
+BLOCKING: Final = frozenset(ItemOptions.__annotations__) - _NAMES.keys()
+"""The others. Their put may wait for a lock, or for the disk whatever the durability."""
 
 
 def put_item(
