@@ -92,6 +92,22 @@ def test_carved_store_takes_messages_and_delivers(made: Path, tmp_path: Path) ->
         assert store.queue("mail").get(timeout=0).value == b"to ada: thank you"
 
 
+def test_topic_that_the_table_cannot_name_is_carved_too(tmp_path: Path) -> None:
+    """Such as one of another program: reading needs no entry."""
+    with library.open(tmp_path / "old", profile="rocketmq", config=StoreConfig(segment_bytes=1 << 16)) as store:
+        store.put("aXb", b"x", queue_id=0)
+        store.queue("jobs").put(b"y")
+        store.queue("jobs").get().ack()
+    [data] = logs(tmp_path / "old")
+    (tmp_path / "source").write_bytes(data.replace(b"\x03aXb", b"\x03a@b"))
+
+    assert carved(tmp_path / "new", tmp_path / "source")["refused"] == {}
+
+    mqstore("verify", tmp_path / "new", exit_code=0)
+    with library.open(tmp_path / "new", "r") as reader:
+        assert [message.body for message in reader.read("a@b", 0, 0)] == [b"x"]
+
+
 def record(place: int, body: bytes = b"x", offset: int = 0, **options: Any) -> bytes:
     fields: dict[str, Any] = {"queue_id": 0, "born_timestamp_ms": 1, "store_timestamp_ms": 2, **options}
     return encode_record(

@@ -26,6 +26,7 @@ from typing import Any, Final
 
 from mqstore.broker.background.context import open_tables
 from mqstore.broker.tables.configchecks import CONFIG_CHECKS
+from mqstore.broker.tables.names import POP_LOG_TOPIC
 from mqstore.errors import ConfigError, InvalidMessageError, raise_os_error
 from mqstore.files.filesystem import REAL
 from mqstore.files.readonly_fs import QUIET
@@ -271,9 +272,8 @@ class _Carving:
                     place = int(os.path.basename(each.file)) + each.position
                     self._append(store, self._present(place, each.length), seen)
             store.dispatch()
-            topics = open_tables(store).topics
-            for config in topics.configs():
-                topics.ensure(config.name, config.write_queues)
+            if store.queue_table.of(POP_LOG_TOPIC):  # else the table would count as lost
+                open_tables(store).topics.ensure(POP_LOG_TOPIC)
             self.listed = sum(
                 int(is_message(units).sum())
                 for queue in store.queue_table
