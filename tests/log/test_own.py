@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -144,4 +145,24 @@ def test_a_folder_that_retention_removes_meanwhile_is_not_mentioned(
 ) -> None:
     gone = MissingFileError(errno.ENOENT, "No such file or directory", str(root / "consumequeue/orders"), "scandir")
     monkeypatch.setattr("mqstore.jobs.verifying.check_own", Mock(side_effect=gone))
+    assert verify(root).stores[0].foreign == ()
+
+
+def test_names_below_the_log_are_no_part_of_it(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is mounted at commitlog/ has a folder there that only root may list."""
+    below = root / "commitlog" / "lost+found"
+    below.mkdir()
+    (below / "link").symlink_to(tmp_path)
+    assert recover(root, dry_run=True)[0].report
+    assert verify(root).stores[0].foreign == ()
+
+    scandir = os.scandir
+
+    def refused(path: str) -> Any:
+        if str(path).endswith("cut"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return scandir(path)
+
+    (root / "cut").mkdir()
+    monkeypatch.setattr(os, "scandir", refused)
     assert verify(root).stores[0].foreign == ()

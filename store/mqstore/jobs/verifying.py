@@ -22,7 +22,7 @@ from typing import Unpack
 from mqstore.broker.admin.inspect import delay_levels
 from mqstore.broker.background.context import broker_findings, open_tables
 from mqstore.broker.tables.configchecks import CONFIG_CHECKS
-from mqstore.errors import ConfigError, MQStoreError, StoreIOError
+from mqstore.errors import ConfigError, MQStoreError
 from mqstore.files.filesystem import REAL
 from mqstore.files.lock import writer_alive
 from mqstore.files.readonly_fs import QUIET
@@ -261,7 +261,7 @@ def _refusal(store: StoreReader) -> Iterator[str]:
     """Yield the error of opening for writing if a name is a link, which reading follows."""
     try:
         check_own(store.path, store.fs, whole=True)
-    except StoreIOError as error:
+    except OSError as error:
         if error.errno in REFUSED:  # else retention has removed a folder meanwhile, or it cannot be listed
             yield str(error)
 

@@ -496,7 +496,8 @@ def check_own(root: Path, fs: FileSystem, *, whole: bool = False) -> None:
     """Raise StoreIOError, naming the file, if one of the store's own names is a link, a FIFO or the like.
 
     A writer would change, move or remove files elsewhere through it (`files/safe_open.py` also refuses each call).
-    Other names are not checked. A writer's loading checks the folders of log and consume queues, and here `whole`.
+    Other names are not checked, such as those in `commitlog/lost+found` of a disk that is mounted there. A writer's
+    loading checks the folders of log and consume queues, and here `whole`.
     """
     if not root.exists():
         return
@@ -506,7 +507,9 @@ def check_own(root: Path, fs: FileSystem, *, whole: bool = False) -> None:
             fs.check_own(root / name, "folder")
         elif name in _OWN_FILES:
             fs.check_own(root / name, "regular file")
-    for name in (*_OWN_BELOW, *(("commitlog", "consumequeue") if whole else ())):
+    if whole and "commitlog" in there:
+        fs.scandir_own(root / "commitlog")
+    for name in (*_OWN_BELOW, *(("consumequeue",) if whole else ())):
         if name in there:
             _check_below(root / name, fs)
 
