@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mqstore import Message
+from mqstore.broker.pop import unordered
 from mqstore.errors import (
     ConfigError,
     GroupNotFoundError,
@@ -356,6 +357,29 @@ def test_copies_that_are_put_together_keep_what_the_message_was(pops: PopBench) 
     assert sorted(map(kept, copies), key=str) == sorted(map(kept, popped), key=str)
     assert [copy.reconsume_times for copy in copies] == [2, 2, 2]
     assert all("DELAY" not in copy.stored_properties() for copy in copies)
+
+
+def test_a_copy_has_no_reason_of_an_earlier_failure(pops: PopBench) -> None:
+    """Such as a message of the group's own retry topic, or of a client that sets the property."""
+    pops.parts.store.append("t", 0, b"1", properties={"mqstore_retry_reason": "earlier"})
+    pops.pop()
+    pops.advance(INVISIBLE_MS)
+    [copy] = pops.read(RETRY)
+    assert "mqstore_retry_reason" not in copy.stored_properties()
+
+
+def test_each_message_that_expires_again_is_looked_at_once(pops: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each was looked at with all that follow it, and half of the time of the second expiry was that."""
+    pops.put("t", 32)
+    pops.pop(n=32)
+    pops.advance(INVISIBLE_MS)
+    looked = Counter[int]()
+    text = unordered._text
+    monkeypatch.setattr(unordered, "_text", lambda *delivery: (looked.update([delivery[-1]]), text(*delivery))[1])
+    assert len(pops.pop(n=32)) == 32
+    pops.advance(INVISIBLE_MS)
+    assert sorted(looked) == [*range(32)]
+    assert max(looked.values()) <= 2
 
 
 def test_an_ack_that_cannot_be_logged_settles_nothing(pops: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ from mqstore.options import milliseconds
 
 _COPIES = 256
 """Maximum number of messages that are copied together: some two milliseconds. More together are not faster."""
-_CHANGED = (FIRST_POP_TIME.encode() + NAME_END, DELAY.encode() + NAME_END, b"TIMER_")
+_CHANGED = (*(name.encode() + NAME_END for name in (FIRST_POP_TIME, DELAY, RETRY_REASON)), b"TIMER_")
 """Beginnings of the properties that a copy changes."""
 _CHUNK = 64
 """Maximum number of batches redelivered at once. This limits how long the queue is locked."""
@@ -401,24 +401,26 @@ class UnorderedQueues:
     ) -> int:
         """Append copies of the messages from index `at` on that get the same new properties, by compiled code.
         Returns their number. At the first other one it stops, for `_properties`."""
-        group, begun = state.key.group, self._tables.begun
-        if kernel is None or (begun is not None and group in begun.suspects.left):
-            return 0
+        group, begun, message = state.key.group, self._tables.begun, messages[at]
         limit = self._tables.limit(group)
         last = math.inf if limit is None else limit - 1
-        (offset, batch), some = due[at], list[Message]()
+        if kernel is None or state.is_retry or (begun is not None and group in begun.suspects.left):
+            return 0  # a message in a retry topic has its pop time already
+        if message is None or message.reconsume_times >= last:
+            return 0
+        (offset, batch), some = due[at], [message]
         first = batch.pop_time_ms, _text(state, batch, offset)
-        for message, (offset, batch) in zip(messages[at : at + _COPIES], due[at : at + _COPIES], strict=True):
+        properties = {FIRST_POP_TIME: str(first[0])}
+        set_reason(properties, RETRY_REASON, first[1])
+        suffixes = {b"": (*self._retry_queue(state), encode_properties(properties))}
+        if not kernel.restore(some, 0, PAIR_END, suffixes, _CHANGED, copies):
+            return 0  # before the others are looked at, which are often like it
+        for message, (offset, batch) in zip(messages[at + 1 : at + _COPIES], due[at + 1 : at + _COPIES], strict=True):
             new = batch.pop_time_ms, _text(state, batch, offset)
             if message is None or message.reconsume_times >= last or new != first:
                 break
             some.append(message)
-        if not some:
-            return 0
-        properties = {FIRST_POP_TIME: str(first[0])}
-        set_reason(properties, RETRY_REASON, first[1])
-        suffixes = {b"": (*self._retry_queue(state), encode_properties(properties))}
-        return int(kernel.restore(some, 0, PAIR_END, suffixes, _CHANGED, copies))
+        return 1 + int(kernel.restore(some, 1, PAIR_END, suffixes, _CHANGED, copies))
 
     def _properties(self, state: QueueState, message: Message, batch: Batch) -> bytes | None:
         """Return the properties of a copy for the next attempt, or None if `_move` must handle the message.
