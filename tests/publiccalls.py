@@ -235,6 +235,7 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "TopicTable.expire": lambda x: x.broker.topics.expire("t"),
     "TopicTable.keep_names": lambda x: x.broker.topics.keep_names("t", 60),
     "TopicTable.ensure": lambda x: x.broker.topics.ensure(x.new()),
+    "TopicTable.ensure_queues": lambda x: x.broker.topics.ensure_queues(x.new(), 2),
     "TopicTable.entered": lambda x: x.broker.topics.entered("t"),
     "TopicTable.for_priority": lambda x: x.broker.topics.for_priority(x.new()),
     "TopicTable.for_send": lambda x: x.broker.topics.for_send(x.new()),

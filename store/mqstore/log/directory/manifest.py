@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -497,7 +498,8 @@ def check_own(root: Path, fs: FileSystem, *, whole: bool = False) -> None:
 
     A writer would change, move or remove files elsewhere through it (`files/safe_open.py` also refuses each call).
     Other names are not checked, such as those in `commitlog/lost+found` of a disk that is mounted there. A writer's
-    loading checks the folders of log and consume queues, and here `whole`.
+    loading checks the folders of log and consume queues, and here `whole`, except files of queues: listing thousands of
+    folders once more takes long.
     """
     if not root.exists():
         return
@@ -507,14 +509,12 @@ def check_own(root: Path, fs: FileSystem, *, whole: bool = False) -> None:
             fs.check_own(root / name, "folder")
         elif name in _OWN_FILES:
             fs.check_own(root / name, "regular file")
-    if whole and "commitlog" in there:
-        fs.scandir_own(root / "commitlog")
-    for name in (*_OWN_BELOW, *(("consumequeue",) if whole else ())):
-        if name in there:
-            _check_below(root / name, fs)
+    levels = dict.fromkeys(_OWN_BELOW, sys.maxsize) | ({"commitlog": 1, "consumequeue": 2} if whole else {})
+    for name in filter(there.__contains__, levels):
+        _check_below(root / name, fs, levels[name])
 
 
-def _check_below(folder: Path, fs: FileSystem) -> None:
+def _check_below(folder: Path, fs: FileSystem, levels: int) -> None:
     _, folders = fs.scandir_own(folder)
-    for name in folders:
-        _check_below(folder / name, fs)
+    for name in folders if levels > 1 else ():
+        _check_below(folder / name, fs, levels - 1)
