@@ -50,8 +50,8 @@ COVER ?=
 ARM64 ?=
 WHEEL := var/wheel
 SPARK_VENV := .venv-spark$(PYSPARK:%=-%)
-# One more than there are processors: tests wait for disks, other processes and clocks.
-JOBS  ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+# Two more than there are processors: tests wait for disks, other processes and clocks.
+JOBS  ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 
 # Compiled modules are kept, in the environment: every worker and every process of a test would make them again.
 export PYTHONDONTWRITEBYTECODE :=
