@@ -47,6 +47,15 @@ def test_refused_put_creates_no_topic(store: Store, body: Any, options: dict[str
     assert store.topics() == []
 
 
+@pytest.mark.parametrize("queue_id", [-1, 4, True, "0", 1.0])
+@pytest.mark.parametrize("put", ["put", "put_many"])
+def test_put_to_a_queue_that_the_topic_does_not_have_is_refused(store: Store, put: str, queue_id: Any) -> None:
+    store.create_topic("orders", queues=4)
+    with pytest.raises(InvalidMessageError, match=r"queue_id must be 0\.\.3, the queues of 'orders'"):
+        getattr(store, put)("orders", {"put": b"x", "put_many": [b"x"]}[put], queue_id=queue_id)
+    assert list(store.iter("orders")) == []
+
+
 def test_keys_of_the_first_put_may_be_read_once(store: Store) -> None:
     receipt = store.put("orders", b"x", keys=iter(["a", "b"]), delay=None)  # type: ignore[arg-type]
     [message] = store.read(*receipt.queue, 0)

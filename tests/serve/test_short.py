@@ -183,6 +183,7 @@ def test_deliveries_that_differ_have_no_short_form(store: Store) -> None:
     ("call", "error"),
     [
         (lambda remote: remote.put("orders", b"x", queue_id=99), MQStoreError),
+        (lambda remote: remote.put_many("orders", [b"x"], queue_id=99), MQStoreError),
         (lambda remote: remote.put("orders", b"x", tag="a|b"), MQStoreError),
         (lambda remote: remote.read("nothing", 0, 0), TopicNotFoundError),
         (lambda remote: remote.read("orders", 0, 0, 0), ConfigError),

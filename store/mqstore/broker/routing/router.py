@@ -29,7 +29,7 @@ from mqstore.broker.routing.selection import RoundRobin, group_queue
 from mqstore.broker.routing.uniquekey import PROCESS_KEYS
 from mqstore.broker.tables.names import SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.broker.tables.offsets import OffsetTable
-from mqstore.broker.tables.topics import TopicConfig, TopicTable
+from mqstore.broker.tables.topics import TopicConfig, TopicTable, check_queue
 from mqstore.errors import InvalidMessageError, StoreBusyError
 from mqstore.layout.properties import NAME_END, ORIGIN_MESSAGE_ID, PAIR_END, TIMER_OUT_MS, UNIQ_KEY, encode_properties
 from mqstore.layout.record import (
@@ -169,12 +169,8 @@ class Router(Sending):
                 queue_id = group_queue(checked_group(group), config.write_queues, self._group_hash)
         elif group is not None:
             raise InvalidMessageError("message_group chooses the queue: leave out queue_id", "message_group")
-        elif type(queue_id) is not int or not 0 <= queue_id < max(config.write_queues, config.read_queues):
-            raise InvalidMessageError(
-                f"queue_id must be 0..{max(config.write_queues, config.read_queues) - 1}, the queues of {topic!r}, "
-                f"got {queue_id!r}",
-                "queue_id",
-            )
+        else:
+            check_queue(config, queue_id)
         if not options:
             return self._writer.put_record(topic, queue_id, body)
         body = flat_body(body)
@@ -205,14 +201,15 @@ class Router(Sending):
 
     def put_packed(self, topic: str, data: bytes, queue_id: int | None) -> bytes | int:
         """Append the messages in the body of a `put_many`, and return that of its answer (`LogWriter.put_packed`).
-        Otherwise return the queue for `put_many`, which must do it. Raises TopicNotFoundError and NotPermittedError."""
+        Otherwise return the queue for `put_many`, which must do it. Raises the errors of `TopicTable.for_send` and
+        `check_queue`."""
         queue_id = self._queue_of(topic, queue_id)
         return self._writer.put_packed(topic, data, queue_id) or queue_id
 
     def _queue_of(self, topic: str, queue_id: int | None) -> int:
         """Return the queue for messages that are put together: the given one, or the next one in turn."""
         config = self._topics.for_send(topic)
-        return self._turns.next(topic, config.write_queues) if queue_id is None else queue_id
+        return self._turns.next(topic, config.write_queues) if queue_id is None else check_queue(config, queue_id)
 
     def append(
         self,

@@ -126,6 +126,17 @@ class TopicConfig:
         return cls(name, **known, unknown=unknown)
 
 
+def check_queue(config: TopicConfig, queue_id: object) -> int:
+    """Return the queue to put to, if it is one of the topic's. Raises InvalidMessageError: no consumer would read it.
+    A queue that is read, but no longer written, may be named: messages for it may be on their way."""
+    queues = max(config.write_queues, config.read_queues)
+    if type(queue_id) is not int or not 0 <= queue_id < queues:
+        raise InvalidMessageError(
+            f"queue_id must be 0..{queues - 1}, the queues of {config.name!r}, got {queue_id!r}", "queue_id"
+        )
+    return queue_id
+
+
 class TopicTable(ConfigTable):
     """Table of all topics of a store. Thread-safe."""
 

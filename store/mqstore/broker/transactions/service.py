@@ -39,6 +39,7 @@ from mqstore.broker.delay.route import number
 from mqstore.broker.routing.selection import RoundRobin
 from mqstore.broker.routing.uniquekey import new_unique_key
 from mqstore.broker.tables.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP, QueueKey
+from mqstore.broker.tables.topics import check_queue
 from mqstore.broker.transactions.prepared import (
     CHECK_EVERY_MS,
     OP_EVERY_MS,
@@ -229,10 +230,7 @@ class Transactions(BackgroundService):
         config = self._parts.topics.for_send(topic)
         if queue_id is None:
             queue_id = self._turns.next(topic, config.write_queues)
-        elif type(queue_id) is not int or not 0 <= queue_id < max(config.write_queues, config.read_queues):
-            raise InvalidMessageError(
-                f"queue_id must be 0..{config.write_queues - 1}, the queues of {topic!r}, got {queue_id!r}", "queue_id"
-            )
+        check_queue(config, queue_id)
         identity = properties.get(UNIQ_KEY) or new_unique_key()
         marked = {**properties, UNIQ_KEY: identity, TRAN_MSG: "true", PGROUP: producer_group, TRANSACTION_ID: identity}
         # Checked now, because a commit, at which a timer adds its own properties, must not fail.
