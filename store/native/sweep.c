@@ -294,15 +294,16 @@ static int by_key(const void *a, const void *b)
 }
 
 /* Rows of the table that `list` fills; layout/arrays/dispatch.py names them in this order. */
-enum { TAGS_CODE, ROW, SLOT, QUEUE_TOPIC, QUEUE_NUMBER, QUEUE_END, QUEUE_FOLLOWS, LISTED_ROWS };
+enum { TAGS_CODE, SLOT, QUEUE_TOPIC, QUEUE_NUMBER, QUEUE_END, KEY, QUEUE_OF_RECORD, SIZE_OF, FIRST_OF, KEY_SIZE, LISTED_ROWS };
 enum { CACHE_LINE = 64, SOON = 16 };
 
 /* list(buffer, limit, count, base, longs, ints, prefixes, out, has_unit, units) -> (rows, queues, entry_row, entry_hash), or None
 
    Prepare units and index entries of `count` records that `sweep` has read into tables of `limit`. TAGS_CODE and `has_unit` are
-   set for each record. Ordered by topic and queue id follow ROW of each record that has a unit, SLOT (its queue offset), and its
-   unit. Each of the `queues` has its topic, its id, the end of its `rows`, and whether their slots are consecutive. Entries are
-   int64 and int32, as bytearrays. `prefixes` are the int32 hashes of each topic's prefix of keys. `out` has room for `limit`, too.
+   set for each record. Ordered by topic and queue id follow SLOT (the queue offset) of each record that has a unit, and its unit.
+   Each of the `queues` has its topic, its id, and the end of its `rows`. Entries are int64 and int32, as bytearrays. `prefixes` are
+   the int32 hashes of each topic's prefix of keys. `out` has room for `limit`, too. It has the memory that this needs itself: if that
+   were freed here, malloc would give memory back to the system, and take it again, for each call.
 
    None: a record is of a rare kind that Python checks, or a tag or key is not ASCII. */
 PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -333,12 +334,9 @@ PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     uint8_t *listed = has_unit->buf;
     bool full = false, plain = true;
     PyThreadState *others = count >= MANY_RECORDS ? PyEval_SaveThread() : NULL; /* as in `sweep` */
-    /* By record: topic and queue id, and the number of that queue; by queue: members of `Keys`, and the number of its rows. */
-    int64_t *work = malloc(5 * ((size_t)count + 1) * sizeof *work), *key = work, *queue_of_row, *sizes;
-    queue_of_row = work + count + 1;
-    sizes = queue_of_row + count + 1;
-    queues = (Keys){.data = (const uint8_t *)key, .first = sizes + count + 1, .size = sizes + 2 * (count + 1)};
-    full = !work;
+    /* By record: topic and queue id, and the number of that queue; by queue: the number of its rows, and members of `Keys`. */
+    int64_t *key = o + KEY * limit, *queue_of_row = o + QUEUE_OF_RECORD * limit, *sizes = o + SIZE_OF * limit;
+    queues = (Keys){.data = (const uint8_t *)key, .first = o + FIRST_OF * limit, .size = o + KEY_SIZE * limit};
     /* Most records have short properties, or none; in a stream without keys they are often the same. */
     const uint8_t *before = NULL;
     int64_t before_size = 0, before_code = 0;
@@ -417,23 +415,14 @@ PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
             if (!listed[i])
                 continue;
             int64_t to = sizes[queue_of_row[i]]++;
-            o[ROW * limit + to] = i;
             o[SLOT * limit + to] = l[QUEUE_OFFSET * limit + i];
             put64(unit + UNIT_BYTES * to, (uint64_t)l[POSITION * limit + i] + (uint64_t)base);
             put32(unit + UNIT_BYTES * to + UNIT_SIZE_AT, (uint32_t)n[SIZE * limit + i]);
             put64(unit + UNIT_BYTES * to + UNIT_TAGS_CODE_AT, (uint64_t)o[TAGS_CODE * limit + i]);
         }
-        for (int64_t i = 0, at = 0; i < queues.count; i++) {
-            int64_t end = o[QUEUE_END * limit + i];
-            bool follows = true;
-            for (at++; at < end; at++)
-                follows = follows && (uint64_t)o[SLOT * limit + at] - (uint64_t)o[SLOT * limit + at - 1] == 1;
-            o[QUEUE_FOLLOWS * limit + i] = follows;
-        }
     }
     if (others)
         PyEval_RestoreThread(others);
-    free(work);
     if (full)
         PyErr_NoMemory();
     else if (!plain)

@@ -92,10 +92,9 @@ def told(rows: Rows) -> dict[str, Any]:
         )
     }
     found |= {"records": rows.records, "topics": rows.topics, "topic": rows.topic.tolist()}
-    found["listed"] = [
-        (each.topic, each.queue_id, each.rows.tolist(), each.queue_offset.tolist(), each.units.tobytes(), each.follow)
-        for each in rows.listed()
-    ]
+    queues = rows.queues()
+    found["listed"] = [(*where, slots.tolist(), units.tobytes()) for *where, slots, units in queues.each()]
+    found["edges"] = [*queues.edges()]
     output = rows.output()
     found["output"] = [(topic, queue_id, list(offsets), units) for topic, queue_id, offsets, units in output.queues]
     found["last"] = output.last_store_timestamp_ms
@@ -241,8 +240,8 @@ def test_a_crc_tail_that_does_not_fit_ends_a_run(before: bytes) -> None:
 def test_consecutive_slots_are_known_for_such(gap: int) -> None:
     log, _ = encoded([{"body": b"", "queue_offset": i + (gap if i > 4 else 0)} for i in range(9)])
     [(_, _, _, found)] = check_both(log, 0, len(log), "crc32c-record", 100)
-    [(_, _, _, _, _, follow)] = found["listed"]
-    assert follow is (gap == 0)
+    [edges] = found["edges"]
+    assert edges.straight is (gap == 0)
 
 
 def test_a_time_that_no_delay_can_be_added_to_is_no_error() -> None:
@@ -257,7 +256,7 @@ def test_a_time_that_no_delay_can_be_added_to_is_no_error() -> None:
 def test_batch_topics_have_no_units() -> None:
     log, _ = encoded([{"body": b"", "topic": name} for name in ("a", "b", "a")])
     headers, _, _ = read_run(log, 0, len(log), BASE, "crc32c-record", 100)
-    assert [each.topic for each in rows_of(log, headers, BASE, DELAYS, {"a"}).listed()] == ["b"]
+    assert [name for name, _ in rows_of(log, headers, BASE, DELAYS, {"a"}).queues().names] == ["b"]
 
 
 def test_one_byte_that_is_not_zero_is_found_wherever_it_stands() -> None:
@@ -321,7 +320,7 @@ def test_bad_arguments_are_refused() -> None:
             kernel.meet(log, start, end)
     count, *_ = kernel.sweep(log, 0, len(log), BASE, 4, True, 0, longs, ints, 0)
     assert count == 3
-    prefixes, out, units = np.zeros(1, np.int32), np.zeros((7, 4), np.int64), np.zeros(60, np.uint8)
+    prefixes, out, units = np.zeros(1, np.int32), np.zeros((10, 4), np.int64), np.zeros(60, np.uint8)
     given = (longs, ints, prefixes, out, np.zeros(3, np.bool_), units)
     assert kernel.list(log, 4, 3, BASE, *given)[:2] == (3, 1)
     for limit, count in ((4, 4), (4, -1), (3, 3), (2, 3)):

@@ -157,7 +157,7 @@ def test_few_records_leave_light_queues_to_arrays(foreign: Callable[[str], Path]
         rows = rows_of(log, Headers(log, positions[:count]), 0, (1000,))
         assert len(rows) == count
         assert rows.record_bytes == (int(positions[count]) if count < len(positions) else end)
-        queues = {(topic, queue_id): len(chosen) for topic, queue_id, chosen, *_ in rows.listed()}
+        queues = {(topic, queue_id): len(units) for topic, queue_id, _, units in rows.queues().each()}
         assert queues["%LMQ%a", 0] == (1 if count == 1 else 8)
     assert few(log, 0, int(positions[2]), 0, (1000,)) is None
 

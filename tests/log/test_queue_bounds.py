@@ -71,21 +71,22 @@ def test_the_last_message_is_found_before_void_and_empty_units(tmp_path: Path) -
         assert queue.last_message() == (-1, 0, -1)
 
 
-def test_a_large_file_is_not_read_to_find_its_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("may_keep", [0, 1 << 20])
+def test_a_large_file_is_not_read_to_find_its_end(tmp_path: Path, may_keep: int) -> None:
     read: list[int] = []
-    plain = ConsumeQueue.read
 
-    class Counting(ConsumeQueue):
-        def read(self, offset: int, count: int) -> bytes:
-            read.append(count)
-            return plain(self, offset, count)
+    class Counting(FileSystem):
+        def pread(self, fd: int, length: int, position: int) -> bytes:
+            read.append(length)
+            return super().pread(fd, length, position)
 
-    with queue_of(tmp_path, [live(i) for i in range(123_456)], 300_000) as (table, _):
-        again = Counting(table, "t", 0)
-        again.load(exact=False)
-        assert again.max_offset == 123_456
+    with queue_of(tmp_path, [live(i) for i in range(123_456)], 300_000):
+        table = parts_of(tmp_path, 300_000, Counting()).queue_table
+        table.may_keep = may_keep
+        table.load(exact=False)
+        assert [queue.max_offset for queue in table] == [123_456]
     assert len(read) <= 13
-    assert max(read) * UNIT_BYTES <= 4096
+    assert max(read) <= 4096 + UNIT_BYTES
 
 
 UNITS = st.lists(st.booleans(), max_size=40)
@@ -150,9 +151,12 @@ def test_keeping_units_changes_no_end(tmp_path: Path, per_file: int, exact: bool
         units[3 : count - 1 if exact else 3] = [bytes(UNIT_BYTES)] * max(0, count - 4 if exact else 0)
         with queue_of(tmp_path / str(number), units, per_file) as (table, queue):
             table.may_keep = 1 << 20
-            queue.load(exact=exact)
+            table.load(exact=exact)
             assert queue.max_offset == count
-            assert [queue.kept(slot, 1) for slot in range(count)] == units
+            for many in (1, 3):
+                assert [queue.kept(slot, many) for slot in range(count)] == [
+                    b"".join(units[slot : slot + many]).ljust(many * UNIT_BYTES, b"\0") for slot in range(count)
+                ]
 
 
 def test_kept_units_are_those_of_the_last_load(tmp_path: Path) -> None:

@@ -254,12 +254,11 @@ def _walk_log(
 def _without_queue(store: StoreReader, good: Good, dispatched: int) -> int:
     """Return the bytes of the records at or beyond `dispatched` that dispatch would give a unit."""
     rows = store.queue_table.rows_of(good.buffer, good.headers, good.base)
-    total = 0
-    for topic, queue_id, chosen, *_ in rows.listed():
-        if queue_id >= 0 and is_path_safe(topic) and int(chosen[0]) < len(rows):  # light queues do not count again
-            late = rows.physical_offset[chosen] >= dispatched
-            total += int(rows.size[chosen][late].sum(dtype=np.int64))
-    return total
+    safe = np.array([*map(is_path_safe, rows.topics)], np.bool_)
+    records = slice(len(rows))  # light queues do not count again
+    late = rows.has_unit[records] & (rows.queue_id[records] >= 0) & (rows.physical_offset[records] >= dispatched)
+    late &= safe[rows.topic[records]]
+    return int(rows.size[records][late].sum(dtype=np.int64))
 
 
 def _consumer_offsets(root: Path, problems: list[str]) -> dict[str, dict[str, dict[str, int]]]:

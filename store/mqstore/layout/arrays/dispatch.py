@@ -16,11 +16,11 @@ Damaged bytes give useless rows, never an error or a read outside the buffer.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from struct import Struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mqstore import arrays as np
 from mqstore.errors import FormatError
@@ -71,22 +71,62 @@ FEW_WITHOUT_NUMPY = 512
 _START = Struct(">ii").unpack_from  # totalSize, magic
 
 # Rows of the table that `kernel.list` fills.
-_LISTED_ROWS = 7
-_TAGS_CODE, _ROW, _SLOT, _QUEUE_TOPIC, _QUEUE_NUMBER, _QUEUE_END, _QUEUE_FOLLOWS = range(_LISTED_ROWS)
+_LISTED_ROWS = 10
+_TAGS_CODE, _SLOT, _QUEUE_TOPIC, _QUEUE_NUMBER, _QUEUE_END, *_ = range(_LISTED_ROWS)
 
 
-class Listed(NamedTuple):
-    """Records of a range of the log that one queue lists, in log order."""
+class Edges(NamedTuple):
+    """First and last record of a queue in `Queues`."""
 
-    topic: str
-    queue_id: int
-    rows: _Int64s
-    """Indices in `Rows`."""
-    queue_offset: _Int64s
+    queue: tuple[str, int]
+    start: int
+    """Index of its first record."""
+    stop: int
+    low: int
+    """Queue offset of the first record."""
+    high: int
+    """Queue offset of the last one."""
+    begin: int
+    """Physical offset of the first record."""
+    end: int
+    """Physical offset after the last one."""
+    straight: bool
+    """True if the queue offsets are consecutive."""
+
+
+class Queues(NamedTuple):
+    """Records that queues list, in order of topic and queue id, those of each queue in log order."""
+
+    names: list[tuple[str, int]]
+    """Topic and queue id of each queue."""
+    stops: _Int64s
+    """Where the records of each queue end, and those of the next one begin."""
+    slots: _Int64s
     units: np.NDArray[np.void]
     """Array of `unit_dtype`."""
-    follow: bool
-    """True if their queue offsets are consecutive."""
+
+    def each(self) -> Iterator[tuple[str, int, _Int64s, np.NDArray[np.void]]]:
+        """Yield (topic, queue id, queue offsets, units) of each queue."""
+        start = 0
+        for (topic, queue_id), stop in zip(self.names, self.stops.tolist(), strict=True):
+            yield topic, queue_id, self.slots[start:stop], self.units[start:stop]
+            start = stop
+
+    def edges(self) -> Iterator[Edges]:
+        """Yield the edges of each queue. Nearly all of thousands of queues can be checked by these alone, since a look
+        at an array of each takes longer than all else."""
+        if not self.names:
+            return iter(())
+        starts, last, physical = np.append(0, self.stops[:-1]), self.stops - 1, self.units["physical_offset"]
+        breaks = np.flatnonzero(np.diff(self.slots) != 1)
+        straight = breaks.searchsorted(starts) == breaks.searchsorted(last)
+        after = physical[last].astype(np.int64) + self.units["size"][last]
+        columns = (starts, self.stops, self.slots[starts], self.slots[last], physical[starts], after, straight)
+        return map(Edges, self.names, *_lists(*columns))
+
+
+def _lists(*columns: np.NDArray[Any]) -> list[list[Any]]:
+    return [column.tolist() for column in columns]
 
 
 class Output(NamedTuple):
@@ -121,8 +161,8 @@ class Rows:
     """False for prepared and rollback records, which no queue lists."""
     entry_row: _Int64s
     entry_hash: _Int32s
-    queues: list[Listed] | None = None
-    """Result of `listed`, if known."""
+    known_queues: Queues | None = None
+    """Result of `queues`, if known."""
 
     def __len__(self) -> int:
         return self.records
@@ -140,33 +180,18 @@ class Rows:
         units["tags_code"] = self.tags_code[rows]
         return units
 
-    def listed(self) -> list[Listed]:
-        """Return the records that each queue lists, in order of topic and queue id."""
-        if self.queues is None:
-            self.queues = [
-                Listed(topic, queue_id, chosen, slots, self.units(chosen), bool((np.diff(slots) == 1).all()))
-                for topic, queue_id, chosen in self._by_queue()
-                for slots in (self.queue_offset[chosen],)
-            ]
-        return self.queues
-
-    def _by_queue(self) -> list[tuple[str, int, _Int64s]]:
-        """Return (topic, queue id, indices of its rows that have a unit, in log order) for each queue."""
-        chosen = np.flatnonzero(self.has_unit)
-        if not len(chosen):
-            return []
-        queue_ids = self.queue_id[chosen]
-        topics = self.topic[chosen]
-        key = topics.astype(np.int64) << 32 | queue_ids.astype(np.int64) & 0xFFFF_FFFF
-        if bool((key == key[0]).all()):
-            return [(self.topics[int(topics[0])], int(queue_ids[0]), chosen)]
-        order = np.argsort(key, kind="stable")
-        bounds = np.flatnonzero(np.diff(key[order])) + 1
-        groups = []
-        for group in np.split(chosen[order], bounds):
-            first = int(group[0])
-            groups.append((self.topics[int(self.topic[first])], int(self.queue_id[first]), group))
-        return groups
+    def queues(self) -> Queues:
+        """Return what each queue lists."""
+        if self.known_queues is None:
+            chosen = np.flatnonzero(self.has_unit)
+            key = self.topic[chosen].astype(np.int64) << 32 | self.queue_id[chosen].astype(np.int64) & 0xFFFF_FFFF
+            order = np.argsort(key, kind="stable")
+            stops = np.append(np.flatnonzero(np.diff(key[order])) + 1, len(order))[: len(order)]
+            chosen = chosen[order]
+            topics, ids = _lists(self.topic[chosen[stops - 1]], self.queue_id[chosen[stops - 1]])
+            names = [(self.topics[topic], queue_id) for topic, queue_id in zip(topics, ids, strict=True)]
+            self.known_queues = Queues(names, stops, self.queue_offset[chosen], self.units(chosen))
+        return self.known_queues
 
     def entries(self, start: int = 0) -> tuple[_Int32s, _Int64s, _Int64s]:
         """Return (key hash, physical offset, store time) of the index entries of records from `start` on."""
@@ -178,7 +203,7 @@ class Rows:
         """Return the units and entries to write for these records."""
         at = self.entry_row
         return Output(
-            [(each.topic, each.queue_id, each.queue_offset, each.units.tobytes()) for each in self.listed()],
+            [(topic, queue_id, slots, units.tobytes()) for topic, queue_id, slots, units in self.queues().each()],
             self.entry_hash,
             self.physical_offset[at],
             self.store_timestamp_ms[at],
@@ -221,7 +246,7 @@ class _Columns(NamedTuple):
     has_unit: _Bools
     entry_row: _Int64s
     entry_hash: _Int32s
-    queues: list[Listed] | None
+    known_queues: Queues | None
 
 
 def _columns_of(
@@ -267,13 +292,10 @@ def _compiled_columns(view: memoryview, run: Run, count: int, base: int, topics:
     found = kernel.list(*(view, limit, count, base, run.longs, run.ints, prefixes, out, has_unit, units.view(np.uint8)))
     if found is None:
         return None
-    _, number, entry_row, entry_hash = found
-    queues = []
-    start = 0
-    for which, queue_id, end, follow in out[_QUEUE_TOPIC:, :number].T.tolist():
-        rows, slots = out[_ROW, start:end], out[_SLOT, start:end]
-        queues.append(Listed(topics[which], queue_id, rows, slots, units[start:end], bool(follow)))
-        start = end
+    listed, number, entry_row, entry_hash = found
+    which, ids = _lists(*out[_QUEUE_TOPIC:_QUEUE_END, :number])
+    names = [(topics[topic], queue_id) for topic, queue_id in zip(which, ids, strict=True)]
+    queues = Queues(names, out[_QUEUE_END, :number], out[_SLOT, :listed], units[:listed])
     entries = np.frombuffer(entry_row, np.int64), np.frombuffer(entry_hash, np.int32)
     return _Columns(out[_TAGS_CODE, :count], has_unit, *entries, queues)
 

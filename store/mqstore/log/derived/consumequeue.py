@@ -150,32 +150,47 @@ class ConsumeQueue(QueueTail):
         return bool(self._starts) and not os.path.lexists(self._path(self._starts[0]))
 
     def _used_units(self, segment: int, *, exact: bool) -> int:
+        """Return the number of units up to the last used one of a file."""
+        table, path = self._table, self._path(segment)
+        with suppress(FileNotFoundError):
+            if not table.may_keep:
+                cache = table.descriptors
+                return self._find_end(segment, partial(cache.pread, path), partial(cache.data_end, path), exact=exact)
+            with table.fs.opened(path, os.O_RDONLY) as fd:  # not the cache, in which each call looks the file up
+                ends = partial(table.fs.data_end, fd, 0)
+                return self._find_end(segment, partial(table.fs.pread, fd), ends, exact=exact)
+        return 0
+
+    def _find_end(
+        self, segment: int, pread: Callable[[int, int], bytes], data_end: Callable[[int], int], *, exact: bool
+    ) -> int:
+        """Return `_used_units` of a file that is read by `pread(length, position)`. Keep the units if they are few."""
         table, per = self._table, self._table.units_per_segment
-        length = min(per, _BLOCK_UNITS + 1) * UNIT_BYTES
-        if table.may_keep >= length:
-            with suppress(FileNotFoundError), table.fs.opened(self._path(segment), os.O_RDONLY) as fd:
-                data = table.fs.pread(fd, length, 0).ljust(length, b"\0")
-                low = used_units(data)
-                if low < min(per, _BLOCK_UNITS) and (not exact or table.fs.data_end(fd, 0, per * UNIT_BYTES) <= length):
-                    table.may_keep -= low * UNIT_BYTES
-                    self._kept = (segment * per, data[: low * UNIT_BYTES])
-                    return low
-        if exact:
+
+        def read(at: int, stop: int) -> bytes:
+            length = (stop - at) * UNIT_BYTES
+            return pread(length, at * UNIT_BYTES).ljust(length, b"\0")
+
+        first = read(0, min(per, _BLOCK_UNITS + 1))
+        low = at = used_units(first)
+        if exact and (used := -(-data_end(table.segment_bytes) // UNIT_BYTES)) > _BLOCK_UNITS + 1:
             # Holes are left out: reading them for thousands of queues takes longer than all else.
-            used = table.descriptors.data_end(self._path(segment), table.segment_bytes)
-            return used_units(self.read(segment * per, min(per, -(-used // UNIT_BYTES))))
+            return used_units(read(0, min(per, used)))
+        full = low >= _BLOCK_UNITS and not exact
+        if (size := (1 if full else low) * UNIT_BYTES) <= table.may_keep:  # of a full block one, which all callers read
+            table.may_keep -= size
+            self._kept = (segment * per, first[:size])
         # Bisected by blocks. The first block is read first, since most queues end there. The last used unit of a block
         # counts, so that readers see a hole before it, and do not take the hole for the end.
-        low = at = 0
-        high = per
+        high = per if full else low
         while low < high:
-            length = min(_BLOCK_UNITS, high - at)
-            count = used_units(self.read(segment * per + at, length))
+            stop = min(at + _BLOCK_UNITS, high)
+            count = used_units(read(at, stop))
             if count:
                 low = at + count
-            if count < length:
+            if at + count < stop:
                 high = at + count
-            at = low if high - low <= _BLOCK_UNITS else (low + high) // 2
+            at = low if high - low <= _BLOCK_UNITS else min((low + high) // 2, 4 * low)
         return low
 
     def stop_at_hole(self, dispatched: int) -> None:
@@ -253,10 +268,18 @@ class ConsumeQueue(QueueTail):
         return data if len(data) == length else data + bytes(length - len(data))
 
     def kept(self, offset: int, count: int) -> bytes:
-        """Return the bytes of units as `load` found them, if it kept them, and otherwise the result of `read`."""
+        """Return the bytes of units as they were when they were first read, if they are kept. Otherwise read them, and
+        as many of those after them as may be kept."""
         first, units = self._kept
         begin, end = (offset - first) * UNIT_BYTES, (offset + count - first) * UNIT_BYTES
-        return units[begin:end] if begin >= 0 and end <= len(units) else self.read(offset, count)
+        if begin >= 0 and end <= len(units):
+            return units[begin:end]
+        per = self._table.units_per_segment
+        ahead = min(self._table.keeps_each, self.max_offset - offset, per - offset % per)
+        if count >= ahead:
+            return self.read(offset, count)
+        self._kept = offset, self.read(offset, ahead)
+        return self._kept[1][: count * UNIT_BYTES]
 
     def unit(self, offset: int) -> tuple[int, int, int]:
         """Return (physical offset, size, tags code) of a unit."""
@@ -457,6 +480,8 @@ class QueueTable:
         self.in_rocksdb = False
         """True if RocketMQ keeps the queues in RocksDB, in the same folder as mqstore's.
         A writer creates mqstore's files next to it, which RocketMQ ignores."""
+        self.keeps_each = 0
+        """Number of units after those asked for that each queue may keep, once all are loaded."""
         self.may_keep = 0
         """Number of bytes of units that `load` may keep, for queues with few. Opening thousands of files takes long."""
         self._tmp, self._file_mode = parts.root / "tmp", parts.config.file_mode
@@ -485,6 +510,7 @@ class QueueTable:
             queue.load(exact=exact)
             if then is not None:
                 then(queue)
+        self.keeps_each = min(self.may_keep // UNIT_BYTES // max(1, len(self._queues)), 4 * _BLOCK_UNITS)
 
     def rows_of(self, buffer: ReadableBuffer, headers: Headers, base: int) -> Rows:
         """Return the rows that queues and index should have for the records of `headers`, all of them `ok`.

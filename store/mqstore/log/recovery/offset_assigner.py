@@ -96,43 +96,55 @@ class OffsetAssigner:
         """By queue: the slot after the last assigned one, and the end of that slot's record."""
 
     def place(
-        self, rows: Rows, wanted: Callable[[str, int], bool] | None = None
+        self, rows: Rows, wanted: Callable[[str, int], bool] | None = None, *, skip_listed: bool = False
     ) -> Iterator[Placed | Misnumbered | Finding]:
         """Yield the slots of the records in `rows`, and a Finding for a topic that cannot be a folder name.
 
         The records before these must have been placed. `wanted` chooses queues by topic and queue id. None means all.
-        The caller must handle each result before it asks for the next one, since that may read units of the queue.
+        With `skip_listed`, records that follow the queue's last ones, and have their units, are left out. The caller
+        must handle each result before it asks for the next one, since that may read units of the queue.
         """
-        for topic, queue_id, chosen, said, units, follow in rows.listed():
-            if wanted is not None and not wanted(topic, queue_id):
+        queues = rows.queues()
+        for name, start, stop, low, high, begin, end, straight in queues.edges():
+            if wanted is not None and not wanted(*name):
                 continue
-            if queue_id < 0 or not is_path_safe(topic):
-                file, at = place_in_file(int(rows.physical_offset[chosen[0]]), self._run.segment_bytes)
-                yield Finding("unsafe_name", file, at, 0, f"topic {topic!r}, queue {queue_id} cannot be a folder name")
+            if name[1] < 0 or not is_path_safe(name[0]):
+                file, at = place_in_file(begin, self._run.segment_bytes)
+                what = f"topic {name[0]!r}, queue {name[1]} cannot be a folder name"
+                yield Finding("unsafe_name", file, at, 0, what)
                 continue
-            queue = self._queues.create(topic, queue_id)
-            kept = self.generations.current(queue, said, units["physical_offset"])
-            if kept is not None:
-                said, units, follow = said[kept], units[kept], False
-                if not len(said):
-                    continue
-            is_first = queue not in self._last
+            queue = self._queues.create(*name)
+            known = self._last.get(queue)
+            is_current = self.generations.begin(queue, low, begin)[1] < 0
+            said, units = queues.slots[start:stop], queues.units[start:stop]
+            follows = straight and is_current and known is not None and low == known[0]
+            if skip_listed and follows and queue.kept(low, stop - start) == units.tobytes():
+                self._last[queue] = high + 1, end
+                continue
+            if not is_current:
+                kept = self.generations.current(queue, said, units["physical_offset"])
+                if kept is not None:
+                    said, units, straight = said[kept], units[kept], False
+                    if not len(said):
+                        continue
+            is_first = known is None
             expected: int | None
-            expected, seen = self._last.get(queue) or self._first_slot(
-                queue, said.item(0) if follow else least_plausible(said, units["physical_offset"])
+            expected, seen = known or self._first_slot(
+                queue, low if straight else least_plausible(said, units["physical_offset"])
             )
-            if follow and said.item(0) == expected and self._checksum == "crc32c-record":
-                slots, runs = said, [(0, len(said))]
-            else:
-                physical, sizes = units["physical_offset"].astype(np.int64), units["size"].astype(np.int32)
-                # In the other profile the checksum covers the offset, so units cannot contradict it.
-                doubted = self._checksum == "crc32-body"
-                leads = self.generations.leads_to_record
-                slots, runs, odd = sort_out(expected, seen, said, physical, sizes, queue, leads, doubted=doubted)
-                for i in odd:
-                    yield Misnumbered(queue, int(physical[i]), int(sizes[i]), int(said[i]), None)
-                for i in np.flatnonzero(slots != said).tolist():
-                    yield Misnumbered(queue, int(physical[i]), int(sizes[i]), int(said[i]), int(slots[i]))
+            if straight and low == expected and self._checksum == "crc32c-record":
+                yield Placed(queue, low, low, units, is_first, seen)
+                self._last[queue] = high + 1, end
+                continue
+            physical, sizes = units["physical_offset"].astype(np.int64), units["size"].astype(np.int32)
+            # In the other profile the checksum covers the offset, so units cannot contradict it.
+            doubted = self._checksum == "crc32-body"
+            leads = self.generations.leads_to_record
+            slots, runs, odd = sort_out(expected, seen, said, physical, sizes, queue, leads, doubted=doubted)
+            for i in odd:
+                yield Misnumbered(queue, int(physical[i]), int(sizes[i]), int(said[i]), None)
+            for i in np.flatnonzero(slots != said).tolist():
+                yield Misnumbered(queue, int(physical[i]), int(sizes[i]), int(said[i]), int(slots[i]))
             for low, high in runs:
                 first = slots.item(low)
                 yield Placed(queue, first, first if expected is None else expected, units[low:high], is_first, seen)
@@ -145,11 +157,10 @@ class OffsetAssigner:
     def is_met(self, queue: ConsumeQueue) -> bool:
         return queue in self._last
 
-    def follows(self, queue: ConsumeQueue, first: int, physical: int) -> bool:
-        """Return True if the queue continues with queue offset `first`, whose record is at `physical`."""
-        if self.generations.begin(queue, first, physical)[1] >= 0:
-            return False  # this record, or later ones, may be of an earlier generation
-        expected = self._last[queue][0] if queue in self._last else self._first_slot(queue, first)[0]
+    def follows(self, queue: ConsumeQueue, first: int) -> bool:
+        """Return True if the queue continues with queue offset `first`."""
+        known = self._last.get(queue)
+        expected = known[0] if known else self._first_slot(queue, first)[0]
         return first == expected if expected is not None else 0 <= first < MAX_SLOT
 
     def advance(self, queue: ConsumeQueue, stop: int, end: int) -> None:
@@ -414,7 +425,8 @@ class TopicGenerations:
 
     def note_listed(self, queue: ConsumeQueue, physical: int) -> None:
         """Accept that a queue lists the record at a physical offset, so that `begin` reads no unit."""
-        self._listed[queue] = min(physical, self._listed.get(queue, physical))
+        if physical < self._listed.get(queue, 1 << 62):
+            self._listed[queue] = physical
 
     def are_older(self, queue: ConsumeQueue, least: int, physical: int, end: int) -> bool:
         """Return True if all records of a queue in `[physical, end)` are of an earlier generation.

@@ -110,7 +110,7 @@ def unlisted_queue(parts: StoreParts, wanted: Callable[[str], bool], *, whole: b
         if not isinstance(event, Good):
             continue
         rows = parts.queue_table.rows_of(event.buffer, event.headers, event.base)
-        for topic, queue_id, _, offsets, units, _ in rows.listed():
+        for topic, queue_id, offsets, units in rows.queues().each():
             if queue_id < 0 or not is_path_safe(topic) or not wanted(topic):
                 continue
             queue = parts.queue_table.create(topic, queue_id)
@@ -368,7 +368,7 @@ class _Recovery:
         self.index.take(rows)
 
     def _give_units(self, rows: Rows) -> None:
-        for found in self.slots.place(rows):
+        for found in self.slots.place(rows, skip_listed=not self.writing):
             if isinstance(found, Finding):
                 self.report.findings.append(found)
                 continue

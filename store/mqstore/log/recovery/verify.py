@@ -316,15 +316,23 @@ class Verifier:
                 out_of_order.add((topic, queue_id))
                 continue
             queue = self._queues.create(topic, queue_id)
-            older = self.slots.generations.are_older
-            here = [each for each in found if not older(queue, each.first, each.first_physical, each.last_end)]
-            if not here:
-                continue
+            here, generations, least = found, self.slots.generations, found[0]
+            is_current = generations.begin(queue, least.first, least.first_physical)[1] < 0
+            if not is_current:
+                here = [
+                    each
+                    for each in found
+                    if not generations.are_older(queue, each.first, each.first_physical, each.last_end)
+                ]
+                if not here:
+                    continue
             first, last = here[0], here[-1]
             # If no checksum covers the queue offset of a record, units may outvote it.
             doubted = self._checksum == "crc32-body" and any(part.findings or part.unlisted for part in here)
             straight = first.straight and all(later.follows(part) for part, later in pairwise(here))
-            if doubted or not straight or not self.slots.follows(queue, first.first, first.first_physical):
+            # Records behind those of an earlier generation are looked at one by one, since some may be of that one.
+            is_current = is_current or generations.begin(queue, first.first, first.first_physical)[1] < 0
+            if doubted or not straight or not is_current or not self.slots.follows(queue, first.first):
                 out_of_order.add((topic, queue_id))
                 continue
             if not self.slots.is_met(queue):
@@ -415,9 +423,9 @@ class Verifier:
             wrong = (units["physical_offset"] >= self.front) & ~is_void(units)
             yield from self._leading_nowhere(queue, at, units, wrong)
 
-    def compare(self, topic: str, queue_id: int, first: int, wanted: np.NDArray[np.void]) -> Iterable[Finding]:
+    def compare(self, name: tuple[str, int], first: int, wanted: np.NDArray[np.void]) -> Iterable[Finding]:
         """Compare the units of a queue from queue offset `first` on with those `wanted`, in log order."""
-        queue = self._queues.create(topic, queue_id)
+        queue = self._queues.create(*name)
         units = queue.kept(first, len(wanted))
         if units == wanted.tobytes():  # a fraction of the time of all else, for many queues
             self.slots.generations.note_listed(queue, UNIT.unpack_from(units)[0])

@@ -31,7 +31,7 @@ from mqstore import arrays as np
 from mqstore.errors import ConfigError
 from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
-from mqstore.layout.arrays.dispatch import Listed, Rows
+from mqstore.layout.arrays.dispatch import Edges, Rows
 from mqstore.layout.arrays.scan import has_crc_tail
 from mqstore.log.directory.names import is_path_safe
 from mqstore.log.directory.store_files import StoreParts
@@ -50,11 +50,10 @@ from mqstore.log.recovery.scanning.scanner import (
     scan_segment,
     until_torn,
 )
-from mqstore.log.writing.log_tail import QueueRef
 
 if TYPE_CHECKING:
-    TakeRun = Callable[[str, int, int, np.ndarray], Iterable[Finding]]
-    """Function of topic, queue id, first queue offset and the units of a straight run. Returns its findings."""
+    TakeRun = Callable[[tuple[str, int], int, np.ndarray], Iterable[Finding]]
+    """Function of a queue, first queue offset and the units of a straight run. Returns its findings."""
 
 T = TypeVar("T")
 RANGE_BYTES = 64 << 20
@@ -82,7 +81,7 @@ class _QueuePart:
     last_end: int
     straight: bool = True
     """True if each record's queue offset was one more than the previous record's."""
-    findings: list[Finding] = field(default_factory=list)
+    findings: Sequence[Finding] = ()
     """Findings of `take_run`, up to the first break. At most `max_errors`."""
     unlisted: int = 0
     """Number of findings that were left out."""
@@ -112,7 +111,7 @@ class RangeResult:
     """Bad bytes that end the log in this range, and reading with it (`until_torn`)."""
     unlisted: int = 0
     """Number of bad ranges that were left out of `bads`."""
-    queues: dict[QueueRef, _QueuePart] = field(default_factory=dict)
+    queues: dict[tuple[str, int], _QueuePart] = field(default_factory=dict)
     index: IndexTally = field(default_factory=IndexTally)
 
     @property
@@ -196,30 +195,36 @@ def read_range(
         result.bytes += rows.record_bytes
         if checksum == "crc32-body":
             result.body_checksum_only += len(rows) - int(np.count_nonzero(has_crc_tail(event.buffer, event.headers)))
-        for listed in rows.listed():
-            part = _take_queue(result, listed)
+        queues = rows.queues()
+        for edges in queues.edges():
+            part = _take_queue(result, edges, queues.slots)
             if part.straight and (
-                differences := take_run(listed.topic, listed.queue_id, listed.queue_offset.item(0), listed.units)
+                differences := take_run(edges.queue, edges.low, queues.units[edges.start : edges.stop])
             ):
-                part.unlisted += _list(part.findings, differences, max_errors)
+                findings = [*part.findings]
+                part.unlisted += _list(findings, differences, max_errors)
+                part.findings = findings
     return result
 
 
-def _take_queue(result: RangeResult, listed: Listed) -> _QueuePart:
-    """Add the records of a queue in a batch to the queue's part of the range, and return the part."""
-    topic, queue_id, _, offsets, units, straight = listed
-    low, high = offsets.item(0), offsets.item(-1)
-    ref = QueueRef(topic, queue_id)
-    part = result.queues.get(ref)
+def _take_queue(result: RangeResult, edges: Edges, slots: np.NDArray[np.int64]) -> _QueuePart:
+    """Add the records of a queue in a batch to the queue's part of the range, and return the part.
+    `slots` are the queue offsets of all records of the batch."""
+    name, start, stop, low, high, begin, end, straight = edges
+    part = result.queues.get(name)
     if part is None:
-        part = result.queues[ref] = _QueuePart(low, low, units.item(0)[0], 0)
+        part = result.queues[name] = _QueuePart(low, low, begin, 0)
     elif low != part.stop:
         straight = False
-    if not (straight and 0 <= low < MAX_SLOT and queue_id >= 0 and is_path_safe(topic)):
+    if not (straight and 0 <= low < MAX_SLOT and name[1] >= 0 and is_path_safe(name[0])):
+        offsets = slots[start:stop]
         low, high = int(offsets.min()), int(offsets.max())
         part.straight = False
-    part.first, part.stop = min(part.first, low), max(part.stop, high + 1)
-    part.last_end = sum(units.item(-1)[:2])
+    if low < part.first:
+        part.first = low
+    if high >= part.stop:
+        part.stop = high + 1
+    part.last_end = end
     return part
 
 
@@ -239,9 +244,9 @@ class SegmentParts:
     """Position at which a scan of the whole log enters the segment, counted from the segment's start."""
     results: list[RangeResult] = field(default_factory=list)
 
-    def queues(self) -> dict[QueueRef, list[_QueuePart]]:
+    def queues(self) -> dict[tuple[str, int], list[_QueuePart]]:
         """Return the parts of each queue, in log order."""
-        found: dict[QueueRef, list[_QueuePart]] = {}
+        found: dict[tuple[str, int], list[_QueuePart]] = {}
         for result in self.results:
             for key, part in result.queues.items():
                 found.setdefault(key, []).append(part)
