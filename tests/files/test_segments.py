@@ -547,21 +547,21 @@ def test_reader_distinguishes_moving_front_and_hole(
     ]
 
 
-def test_joined_bytes_are_kept_once_and_up_to_a_limit(folder: Path) -> None:
+def test_first_bytes_are_kept_once_and_up_to_a_limit(folder: Path) -> None:
     """They are dropped with the list of segments, since another segment may get the same place."""
     filled(folder, 4)
-    reader = open_reader(folder)
-    first, third = reader.segments()[::2]
-    reader.may_keep = 3 * first.size
-    old = [reader.joined(each, 2 * first.size, again=True) for each in (first, third)]
+    fs = FaultyFileSystem()
+    reader = SegmentRun(folder, SIZE, fs=fs)
+    reader.may_keep = 2048
+    reader.load()
+    heads = [(folder / segment_name(start)).read_bytes()[:1024] for start in (0, SIZE)]
     for file in folder.iterdir():
         file.write_bytes(b"new" + file.read_bytes()[3:])
 
-    assert reader.joined(first, 2 * first.size) == old[0]
-    assert reader.joined(first, 2 * first.size)[:3] == reader.joined(third, 2 * first.size)[:3] == b"new"
-    reader.may_keep = 2 * first.size
-    reader.joined(first, 2 * first.size, again=True)
+    assert [reader.head(segment) for segment in reader.segments()] == [*heads, b"", b""]
+    assert reader.head(reader.segments()[0]) == b""
     reader.load()
-    for file in folder.iterdir():
-        file.write_bytes(b"now" + file.read_bytes()[3:])
-    assert reader.joined(reader.segments()[0], 2 * first.size)[:3] == b"now"
+    assert reader.head(reader.segments()[0])[:3] == b"new"
+    fs.fail("pread", errno.EIO)
+    reader.load()  # reading the bytes tells later where the damage is
+    assert (len(reader.segments()), reader.unreadable, reader.head(reader.segments()[0])) == (4, {}, b"")

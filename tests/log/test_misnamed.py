@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mqstore import jobs
 from mqstore.errors import CorruptStoreError
 from tests.faults import Crash, deaths
 from tests.log.recovering import recover
@@ -95,3 +96,12 @@ def test_renaming_may_be_killed_at_every_change_and_run_again(tmp_path: Path, na
         if renames == 2 * len(renamed):  # what follows is any recovery
             break
     assert renames >= 4
+
+
+def test_verify_and_the_plan_read_small_segments_by_their_records(tmp_path: Path) -> None:
+    make(tmp_path, killed=False)
+    swap(tmp_path, 1, 2)
+    assert {finding.kind for finding in jobs.verify(tmp_path).findings} == {"segment_name"}
+    [planned] = jobs.recover(tmp_path, dry_run=True)
+    assert planned.report is not None
+    assert planned.report.changed

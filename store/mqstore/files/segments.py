@@ -29,6 +29,7 @@ from mqstore.signalsafe import Lock
 OFFSET_END = 1 << 63
 """Offsets are i64. The 20 digits of a name could be greater."""
 _COPY_BYTES = 1 << 20
+_HEAD_BYTES = 1 << 10
 _NOT_OPENED = REFUSED | {errno.EACCES, errno.EPERM, errno.EIO}
 """Errors that concern one file, not the process or the machine."""
 
@@ -61,7 +62,7 @@ class SegmentRun:
         self.added: dict[int, mmap.mmap] = {}
         #: For readers: why a file cannot be opened, by name. It counts as missing. Set by `load`.
         self.unreadable: dict[str, str] = {}
-        #: Number of bytes that `joined` may keep for its next calls, in a process that ends soon.
+        #: Number of bytes of `head` that `load` may keep, in a process that ends soon.
         self.may_keep = 0
         #: Starts of segments that `joined` must not read: a scan found a damaged or unfinished one among them.
         self.alone = range(0)
@@ -69,7 +70,7 @@ class SegmentRun:
         self._max_mappings = max_mappings
         self._by_start: dict[int, Segment] = {}
         self._starts: tuple[int, ...] = ()  # sorted; replaced, never changed, so that readers need no lock
-        self._joined: dict[int, bytes] = {}  # by the start of the first segment
+        self._heads: dict[str, bytes] = {}  # by path
         self._mapped: OrderedDict[int, Segment] = OrderedDict()  # mapped read-only, most recently used last
         self._lock = Lock()  # guards the four above and each segment's mapping and file
 
@@ -126,20 +127,32 @@ class SegmentRun:
         return problems
 
     def _find_unreadable(self) -> None:
-        """Find the files that cannot be opened. A writer raises their error, since it would cut the log there."""
+        """Find the files that cannot be opened. A writer raises their error, since it would cut the log there.
+        Opening thousands of files takes long, so their first bytes are kept."""
         self.unreadable = {}
+        self._heads.clear()
         with contextlib.suppress(FileNotFoundError):
             folder = os.fspath(self.directory)
             for name in self._fs.scandir(folder):
                 try:
                     if segment_start(name) is not None:
-                        self._fs.close(self._fs.open(os.path.join(folder, name), os.O_RDONLY))
+                        self._open_once(f"{folder}/{name}")
                 except FileNotFoundError:
                     continue  # removed meanwhile
                 except OSError as error:
                     if self._refuses_links or error.errno not in _NOT_OPENED:
                         raise
                     self.unreadable[name] = f"{name} cannot be opened: {error.strerror}; make it readable"
+
+    def _open_once(self, path: str) -> None:
+        """Open a file, and keep its first bytes for `head`. Only the opening may fail."""
+        fd = self._fs.open(path, os.O_RDONLY)
+        try:
+            if len(self._heads) * _HEAD_BYTES < self.may_keep:
+                with contextlib.suppress(OSError, MQStoreError):
+                    self._heads[path] = self._fs.pread(fd, _HEAD_BYTES, 0)
+        finally:
+            self._fs.close(fd)
 
     def reasons(self, start: int, stop: int) -> str:
         """Return why files in the range of a gap cannot be opened, as the end of a sentence, or ""."""
@@ -214,7 +227,7 @@ class SegmentRun:
             start = self.places.get(name, segment_start(name))
             if start is None or name in self.unreadable:
                 continue
-            path = os.path.join(folder, name)
+            path = f"{folder}/{name}"
             if start % self.segment_bytes or start >= OFFSET_END - self.segment_bytes:
                 why = f"not a multiple of the segment size {self.segment_bytes}, or beyond 2**63; the file is ignored"
                 problems.append(LoadProblem(path, "segment_name", start, 0, why))
@@ -303,27 +316,25 @@ class SegmentRun:
             here = self._by_start.get(here.end)
         return found if len(found) > 1 else []
 
-    def joined(self, segment: Segment, most: int, *, again: bool = False) -> bytes:
+    def head(self, segment: Segment) -> bytes:
+        """Return the first bytes of a segment as `load` found them, or none if they were not kept. Forget them."""
+        return b"" if segment.in_memory else self._heads.pop(segment.path, b"")
+
+    def joined(self, segment: Segment, most: int) -> bytes:
         """Return the bytes of the segments that `whole` returns, one after the other.
-        Reading small segments takes less time than mapping them. There are fewer if one cannot be read now. With
-        `again` the next call returns the same bytes, if they may be kept: opening thousands of files takes long."""
+        Reading small segments takes less time than mapping them. There are fewer if one cannot be read now."""
         parts: list[bytes] = []
-        whole = self.whole(segment, most)
-        known = self._joined.pop(segment.start, b"")
-        if whole and len(known) == len(whole) * segment.size:
-            return known
         with contextlib.suppress(OSError, MQStoreError):  # reading it alone raises it again
-            for here in whole:
-                with self._fs.opened(here.path, os.O_RDONLY) as fd:
+            for here in self.whole(segment, most):
+                fd = self._fs.open(here.path, os.O_RDONLY)
+                try:
                     data = self._fs.pread(fd, here.size, 0)
+                finally:
+                    self._fs.close(fd)
                 if len(data) < here.size:
                     break
                 parts.append(data)
-        data = b"".join(parts)
-        if again and len(data) <= self.may_keep:
-            self.may_keep -= len(data)
-            self._joined[segment.start] = data
-        return data
+        return b"".join(parts)
 
     def data_end(self, segment: Segment, start: int) -> int:
         """Return a position in a segment, at or after `start`, from which on there are certainly zeros.
@@ -363,6 +374,5 @@ class SegmentRun:
         """Make `segments`, ascending, the content of the run. The lock is held."""
         by_start = {segment.start: segment for segment in segments}
         starts, last = tuple(by_start), segments[-1] if segments else None
-        self._joined.clear()
         # No call between these: a signal handler must not find only some of them changed.
         self._by_start, self._starts, self.last = by_start, starts, last

@@ -31,7 +31,7 @@ from mqstore.log.writing.log_tail import QueueRef
 from mqstore.logger import log as _log
 from mqstore.options import Duration, Profile, StoreConfig
 
-_KEPT_UNITS, _KEPT_RECORDS = 16 << 20, 32 << 20
+_KEPT_UNITS, _KEPT_HEADS = 16 << 20, 32 << 20
 """Number of bytes of small files that a command keeps when it reads them for the first time."""
 
 
@@ -60,7 +60,7 @@ class ReadOnlyMessageStore(IteratingReader):
         self.manifest = resolve(self.path, profile=profile, clock=self.clock)
         parts = StoreParts(self.path, self.manifest, self.config, fs, self.clock, writable=False)
         if fs is QUIET:  # others may stay open for long
-            parts.queue_table.may_keep, parts.log_files.may_keep = _KEPT_UNITS, _KEPT_RECORDS
+            parts.queue_table.may_keep, parts.log_files.may_keep = _KEPT_UNITS, _KEPT_HEADS
         self._set_parts(parts)
         self._read_by(FileFeed(parts, self.check_open))
         self.recovery = RecoveryReport()

@@ -23,7 +23,6 @@ from mqstore.files.segments import SegmentRun
 from mqstore.layout.arrays.scan import content_end, find_next
 from mqstore.layout.record import MAGIC_AT, MAGIC_V1, MAGIC_V2, PHYSICAL_OFFSET_AT, Checksum, check_record
 from mqstore.log.recovery.report import Cut, RecoveryReport
-from mqstore.log.recovery.scanning.scanner import joined_bytes
 from mqstore.log.recovery.tail import free_cut_path, save_bytes
 
 _MAGICS = tuple(magic.to_bytes(4, "big", signed=True) for magic in (MAGIC_V1, MAGIC_V2))
@@ -82,15 +81,12 @@ def misnamed_segments(run: SegmentRun, checksum: Checksum, fs: FileSystem, start
 
 def _begin_with_records(run: SegmentRun, start: int, checksum: Checksum) -> bool:
     """Return True if a record verifies at the start of each segment from physical offset `start` on."""
-    size = run.segment_bytes
     for segment in run.segments():
-        if segment.end <= start:
-            continue
-        buffer = run.joined(segment, joined_bytes(), again=True) or run.mapping(segment)
-        places = range(0, len(buffer), size)
-        if any(check_record(buffer, at, at + size, segment.start + at, checksum).status != "ok" for at in places):
-            return False
-        start = segment.start + len(buffer)
+        head = run.head(segment) if segment.end > start else b""
+        if segment.end > start and check_record(head, 0, len(head), segment.start, checksum).status != "ok":
+            buffer = run.mapping(segment)
+            if check_record(buffer, 0, len(buffer), segment.start, checksum).status != "ok":
+                return False
     return True
 
 
