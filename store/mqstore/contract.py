@@ -54,7 +54,6 @@ from mqstore.broker.tables.members import Expression as Expression
 from mqstore.broker.tables.members import Member as Member
 from mqstore.broker.tables.members import Mode as Mode
 from mqstore.broker.tables.members import Subscriptions as Subscriptions
-from mqstore.broker.tables.topics import PRIORITIES as PRIORITIES
 from mqstore.broker.tables.topics import TopicConfig as TopicConfig
 from mqstore.broker.transactions.prepared import TransactionHandle as TransactionHandle
 from mqstore.broker.transactions.service import NOT_ASKED as NOT_ASKED

@@ -30,10 +30,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, cast
 
 from mqstore.broker.tables.names import DEAD_LETTER, EXPIRY, queue_topic, retry_topic
+from mqstore.broker.tables.priorities import priority_queue
 from mqstore.client.group.groupsettings import begin_in, check_order, enter_group
 from mqstore.client.interceptors import Settled
 from mqstore.client.items.codecs import BYTES, Codec, T, encoded
-from mqstore.client.items.itemoptions import BLOCKING, ItemOptions, put_item, queue_of, send_options
+from mqstore.client.items.itemoptions import BLOCKING, ItemOptions, put_item, send_options
 from mqstore.client.items.queueitems import QueueItems
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.pop.delivery import LeaseContext, Task, release, visibility_seconds
@@ -205,7 +206,7 @@ class Queue(QueueItems[T]):
         elif not options:  # inline `_put`: one call less
             return self._broker.put(self._topic, body, queue_id=0)
         elif len(options) == 1 and (priority := options.get("priority")):  # likewise
-            queue_id = queue_of(self._broker, self._topic, priority, ordered=self._ordered)
+            queue_id = priority_queue(self._broker.topics, self._topic, priority, ordered=self._ordered)
             return self._broker.put(self._topic, body, queue_id=queue_id)
         return self._put(body, options)
 
@@ -242,7 +243,7 @@ class Queue(QueueItems[T]):
         stored."""
         bodies = encoded(self._codec, items)
         self._check_puts()
-        queue_id = queue_of(self._broker, self._topic, priority, ordered=self._ordered)
+        queue_id = priority_queue(self._broker.topics, self._topic, priority, ordered=self._ordered)
         if self._maxsize:
             with self._changed:
                 self._wait_for_room(len(bodies), False, None)

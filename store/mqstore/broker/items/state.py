@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from heapq import nsmallest
 from itertools import chain, islice, repeat
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from mqstore.broker.background.context import Tables, messages_of
@@ -26,6 +27,7 @@ from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.redelivery.dead_letters import DeadLetters
 from mqstore.broker.redelivery.reason import EXPIRED, reason_of
 from mqstore.broker.tables.names import SCHEDULE_TOPIC, TIMER_TOPIC, QueueKey, dlq_topic, is_retry_topic, retry_topics
+from mqstore.broker.tables.priorities import highest_first
 from mqstore.errors import ConfigError, ReadOnlyStoreError
 from mqstore.files.lock import refusal_to_reader
 from mqstore.layout.messageid import is_message_id
@@ -252,10 +254,10 @@ class Items:
         first, and then retries."""
         topics, offsets, known = self._tables.topics, self._tables.offsets, self._pops.states
         # Also a retry topic without a committed offset: beside a writer that is not saved yet.
-        configs = [*map(topics.get, sorted(retry_topics(group, topic))), topics.require(topic)]
+        home = topics.require(topic)
+        configs = [*map(topics.get, sorted(retry_topics(group, topic))), home]
         keys = [QueueKey(group, config.name, i) for config in configs if config for i in range(config.read_queues)]
-        if topics.require(topic).by_priority:
-            keys.sort(key=lambda key: -key.queue_id)
+        keys = highest_first(home, keys, attrgetter("queue_id"))
         return [key for key in keys if key in known or offsets.committed(key) is not None]
 
     def _sources(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.tables.names import EXPIRY, QueueKey, is_retry_topic, pop_retry_topic, retry_topic
+from mqstore.broker.tables.priorities import highest_first
 from mqstore.errors import ConfigError, NotPermittedError
 from mqstore.log.derived.consumequeue import ConsumeQueue
 from mqstore.native import kernel
@@ -109,7 +110,7 @@ class Routes:
         if found.by_priority:
             create = self._tables.store.queue_table.create  # in memory only
             first, again = ([Rank(*each, create(*each[1].key[1:])) for each in pairs] for pairs in (new, retries))
-            ranks = _by_priority([*first, *again]), _by_priority([*again, *first])
+            ranks = highest_first(found, first + again, _queue_id), highest_first(found, again + first, _queue_id)
         route = Route(ranks, queues if plain else None, at_once, rng, topic, queues, new, retries, pops)
         known.setdefault(group, {})[topic] = route
         return route
@@ -138,5 +139,5 @@ class Routes:
         return any(key[:2] == (group, topic) for key in self._tables.orders.records())
 
 
-def _by_priority(ranks: list[Rank]) -> list[Rank]:
-    return sorted(ranks, key=lambda rank: -rank.state.key.queue_id)
+def _queue_id(rank: Rank) -> int:
+    return rank.state.key.queue_id

@@ -26,6 +26,7 @@ from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.reads.filters.filter import Filter
 from mqstore.broker.redelivery.reason import EXPIRED, REOPENED, Reason, set_reason
 from mqstore.broker.tables.names import QueueKey, pop_retry_topic
+from mqstore.broker.tables.priorities import retry_queue
 from mqstore.errors import InvalidMessageError, InvalidReceiptError
 from mqstore.layout.properties import (
     DELAY,
@@ -434,13 +435,11 @@ class UnorderedQueues:
             return None
 
     def _retry_queue(self, state: QueueState) -> tuple[str, int]:
-        """Return (retry topic, queue id) for copies of the queue's messages. The topic is created if it is new.
-        Priorities have queues there, too (delivery#priority)."""
+        """Return (retry topic, queue id) for copies of the queue's messages. The topic is created if it is new."""
         key, parts = state.key, self._tables.parts
         if state.is_retry:
             return key.topic, key.queue_id
-        config = parts.topics.get(key.topic)
-        queue_id = key.queue_id if config is not None and config.by_priority else 0
+        queue_id = retry_queue(parts.topics.get(key.topic), key.queue_id)
         topic = pop_retry_topic(key.group, key.topic, parts.config.pop_retry_version)
         parts.topics.ensure_queues(topic, queue_id + 1)
         parts.offsets.begin(QueueKey(key.group, topic, queue_id))

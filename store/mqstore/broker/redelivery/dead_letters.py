@@ -32,7 +32,7 @@ from typing import Final
 
 from mqstore.broker.background.context import Parts, Tables, messages_of
 from mqstore.broker.background.service import BackgroundService
-from mqstore.broker.delay.route import TIMER_MARKS, number
+from mqstore.broker.delay.route import TIMER_MARKS
 from mqstore.broker.routing.selection import RoundRobin, group_queue
 from mqstore.broker.tables.names import (
     DLQ_PREFIX,
@@ -47,6 +47,7 @@ from mqstore.broker.tables.names import (
     retry_topic,
 )
 from mqstore.broker.tables.offsets import after_sent
+from mqstore.broker.tables.priorities import letter_priority
 from mqstore.broker.tables.topics import TopicConfig
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, ReadOnlyStoreError
 from mqstore.files.lock import refusal_to_reader
@@ -321,11 +322,7 @@ class DeadLetters:
         return queue_id, properties
 
     def _priority(self, letter: Message) -> int:
-        """Return the priority of the original, which is 0 if its topic has none."""
-        config = self._tables.topics.get(origin_of(letter))
-        if config is None or not config.by_priority:
-            return 0
-        return min(max(number(letter._stored_property(REAL_QID)) or 0, 0), config.write_queues - 1)
+        return letter_priority(self._tables.topics.get(origin_of(letter)), letter)
 
     def purge(self, *, before_offset: int | None = None, before_ms: int | None = None, dry_run: bool = False) -> int:
         """Remove all dead letters, or those below `before_offset`, or stored before `before_ms`. Return how many.

@@ -39,6 +39,7 @@ from mqstore.broker.tables.names import (
     popped_topic,
     retry_topic,
 )
+from mqstore.broker.tables.priorities import letter_properties
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError
 from mqstore.layout.properties import (
     CRC_TAIL_BYTES,
@@ -166,9 +167,7 @@ class Retries:
         if origin_topic is not None:
             first = message._stored_property(FIRST_POP_TIME)
             properties[FIRST_POP_TIME] = first or str(self._parts.clock.now_ms())
-            home = self._parts.topics.get(origin_topic)
-            if home is not None and home.by_priority:
-                properties[REAL_QID] = str(message.queue_id)  # the priority, which a replay gives it again
+            properties |= letter_properties(self._parts.topics.get(origin_topic), message.queue_id)
         properties[DELAY] = "0"
         _shed(properties)
         # Readers accept the separator (format#properties), a put does not.

@@ -26,13 +26,13 @@ from mqstore.broker.tables.names import (
     EXPIRY,
     KEPT_NAMES,
     RETRY_PREFIX,
-    QueueKey,
     check_user_topic,
     is_retry_topic,
     is_system_topic,
     retry_topic,
 )
 from mqstore.broker.tables.offsets import OffsetTable
+from mqstore.broker.tables.priorities import give_priorities
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, TopicNotFoundError
 from mqstore.log.directory.names import is_path_safe
 from mqstore.log.reading.reader import StoreReader
@@ -43,8 +43,6 @@ QUEUES_MAX = 16_384
 """Maximum number of queues that may be requested. A file that is read may have more."""
 
 MESSAGE_TYPES = ("UNSPECIFIED", "NORMAL", "FIFO", "DELAY", "TRANSACTION", "PRIORITY", "MIXED")
-PRIORITIES = 10
-"""Number of priorities, and of queues of a topic that `for_priority` has made."""
 
 _TYPE = "message.type"
 
@@ -157,7 +155,7 @@ class TopicTable(ConfigTable):
         # Look-ups add to the last three: _known gets topics that were found, the others those that were sent to.
         self._known: dict[str, TopicConfig] = {}
         self._sendable: dict[str, TopicConfig] = {}
-        self._ranked: dict[str, TopicConfig] = {}
+        self._with_priorities: dict[str, TopicConfig] = {}
         self._load()
 
     # -- looking up -------------------------------------------------------------------------------------------------
@@ -188,23 +186,9 @@ class TopicTable(ConfigTable):
         """Return the topic `name`, whose queues are priorities. A new one, or one with one queue, is made such a topic.
         Groups begin at the first message of each new queue. Raises ConfigError for a topic with several queues, or
         that a group consumes in order, and the errors of `for_send` and `alter`."""
-        return self._ranked.get(name) or self._prioritize(name)
-
-    def _prioritize(self, name: str) -> TopicConfig:
-        if self.get(name) is None:
-            self.create(name, queues=1)
-        ranked, config = self._ranked, self.for_send(name)  # in this order, as in _find
-        if not config.by_priority:
-            if config.read_queues != 1 or config.write_queues != 1:
-                raise ConfigError(
-                    f"topic {name!r} has {max(config.read_queues, config.write_queues)} queues that are no priorities. "
-                    f"Use another name, or alter it: broker.topics.alter({name!r}, message_type='PRIORITY')"
-                )
-            config = self.alter(name, queues=PRIORITIES, message_type="PRIORITY")
-            for group in self._offsets.groups_of(name):
-                for queue_id in config.queue_ids:
-                    self._offsets.begin(QueueKey(group, name, queue_id))
-        ranked[name] = config
+        if (config := self._with_priorities.get(name)) is None:
+            known = self._with_priorities  # first, as in _find
+            config = known[name] = give_priorities(self, self._offsets, name)
         return config
 
     def names(self, system: bool = False) -> list[str]:
@@ -504,7 +488,7 @@ class TopicTable(ConfigTable):
         self._entered = entered
         self._known = dict(entered)
         self._sendable = {}
-        self._ranked = {}
+        self._with_priorities = {}
 
     def _load(self) -> None:
         value = self._file.load() or {}

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any, Final, TypedDict, cast
 
-from mqstore.broker.tables.names import EXPIRES_MS, EXPIRY, queue_name, unique_word
-from mqstore.contract import PRIORITIES, BrokerContract, SendOptions
-from mqstore.errors import ConfigError, InvalidMessageError
+from mqstore.broker.tables.names import EXPIRES_MS, EXPIRY, unique_word
+from mqstore.broker.tables.priorities import priority_queue
+from mqstore.contract import BrokerContract, SendOptions
+from mqstore.errors import InvalidMessageError
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.reading.reader import to_ms
 from mqstore.log.writing.outgoing import checked_pairs, no_such_option
@@ -55,35 +56,16 @@ BLOCKING: Final = frozenset(ItemOptions.__annotations__) - _NAMES.keys()
 def put_item(
     broker: BrokerContract, queue: str, body: bytes, given: ItemOptions, *, ordered: bool = False
 ) -> SendReceipt:
-    """Put an encoded item. Raises the errors of `send_options`, `queue_of` and `put`."""
-    priority, unique, unique_for = given.get("priority"), given.get("unique"), given.get("unique_for")
+    """Put an encoded item. Raises the errors of `send_options`, `priority_queue` and `put`."""
+    unique, unique_for = given.get("unique"), given.get("unique_for")
     options = send_options(broker, queue, given)
-    queue_id = queue_of(broker, queue, priority, ordered=ordered)
+    queue_id = priority_queue(broker.topics, queue, given.get("priority"), ordered=ordered)
     if unique is not None:
         unique_word(unique)  # a server would refuse another type in its own words
         return broker.items.put(queue, queue, body, unique, unique_for=unique_for, queue_id=queue_id, **options)
     if unique_for is not None:
         raise InvalidMessageError("unique_for is for items with a name: give unique=, too", "unique_for")
     return broker.put(queue, body, queue_id=queue_id, **options)
-
-
-def queue_of(broker: BrokerContract, topic: str, priority: int | None, *, ordered: bool = False) -> int:
-    """Return the queue of the topic for items of a priority. A topic with one queue gets one for each.
-    Raises ConfigError for another priority than 0 to 9, for an `ordered` queue, and for a topic that has no priorities,
-    but several queues."""
-    if priority is None:
-        return 0
-    if type(priority) is not int or not 0 <= priority < PRIORITIES:
-        raise ConfigError(f"priority is 0 to {PRIORITIES - 1}, not {priority!r:.80}")
-    if not priority:
-        return 0
-    if ordered:
-        name = queue_name(topic)
-        raise ConfigError(
-            f"queue {name!r} is ordered, so no item overtakes another: give no priority, or another queue"
-        )
-    highest = broker.topics.for_priority(topic).write_queues - 1
-    return priority if priority < highest else highest
 
 
 def send_options(broker: BrokerContract, queue: str, given: ItemOptions) -> SendOptions:
