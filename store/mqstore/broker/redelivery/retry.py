@@ -122,7 +122,7 @@ class Retries:
         if delay_level < 0 or times > limit or config.retry_queues <= 0:
             return give_up(reason or _why(delay_level, times, limit))
         topic = retry_topic(group)
-        queue_id = self._queue_of(topic, config.retry_queues)
+        queue_id = self._ensured_queue(topic, config.retry_queues)
         properties = self._marked(message, group, None)
         if delay_level == 0 and delay_ms is None:
             delay_ms = min(config.retry_policy._next_delay_ms(times - 1), self._max_delay_ms)
@@ -159,7 +159,7 @@ class Retries:
         message's own properties leave no room, because they must not prevent the copy. Raises NotPermittedError if the
         topic is not writable, and the errors of a put."""
         topic = dlq_topic(group)
-        queue_id = self._queue_of(topic, 1)
+        queue_id = self._ensured_queue(topic, 1)
         properties = self._marked(message, group, origin_topic)
         came_from = properties[DLQ_ORIGIN_TOPIC] = origin_topic or properties[RETRY_TOPIC]
         properties[DLQ_ORIGIN_MESSAGE_ID] = properties[ORIGIN_MESSAGE_ID]
@@ -199,7 +199,7 @@ class Retries:
         if attempts is not None and not 1 <= attempts <= _MAX_TIMES:
             raise ConfigError(f"attempts must be 1..{_MAX_TIMES}, got {attempts}")
 
-    def _queue_of(self, topic: str, queues: int) -> int:
+    def _ensured_queue(self, topic: str, queues: int) -> int:
         """Return a queue of `topic` to write to. A missing topic is created with this number of `queues`."""
         config = self._parts.topics.ensure(topic, queues)
         if not config.writable:

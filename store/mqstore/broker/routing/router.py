@@ -197,16 +197,16 @@ class Router(Sending):
         """Append many messages (see `Broker.put_many`). Raises the errors of `MessageStore.put_many`."""
         if options:
             refuse_options(options)
-        return self._writer.put_many(topic, bodies, self._queue_of(topic, queue_id), durability=durability)
+        return self._writer.put_many(topic, bodies, self._chosen_queue(topic, queue_id), durability=durability)
 
     def put_packed(self, topic: str, data: bytes, queue_id: int | None) -> bytes | int:
         """Append the messages in the body of a `put_many`, and return that of its answer (`LogWriter.put_packed`).
         Otherwise return the queue for `put_many`, which must do it. Raises the errors of `TopicTable.for_send` and
         `check_queue`."""
-        queue_id = self._queue_of(topic, queue_id)
+        queue_id = self._chosen_queue(topic, queue_id)
         return self._writer.put_packed(topic, data, queue_id) or queue_id
 
-    def _queue_of(self, topic: str, queue_id: int | None) -> int:
+    def _chosen_queue(self, topic: str, queue_id: int | None) -> int:
         """Return the queue for messages that are put together: the given one, or the next one in turn."""
         config = self._topics.for_send(topic)
         return self._turns.next(topic, config.write_queues) if queue_id is None else check_queue(config, queue_id)
