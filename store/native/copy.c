@@ -58,7 +58,7 @@ static Py_ssize_t last_of(const char *data, Py_ssize_t size, const char *mark, P
    `copies`. The suffix of a message's properties starts after the first byte of their last `mark`. `ways` maps such a suffix to a
    topic, a queue id, and the suffix of the copy. The properties before it are kept. A message that has one of `names` there is
    left to Python. */
-PyObject *native_restore(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_restore(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     if (!PyList_Check(args[0]) || !PyBytes_Check(args[2]) || !PyBytes_GET_SIZE(args[2]) || !PyDict_Check(args[3]) ||
         !are_bytes(args[4]) || !PyList_Check(args[5]))
@@ -111,7 +111,7 @@ PyObject *native_restore(PyObject *module, PyObject *const *args, Py_ssize_t nar
 
 /* identify(copies, names, origin) -> list of copies, each with a property that identifies it: one of `names` with a value, or its
    message's id, added with the name `origin`. Stops at the first item that is not a copy. */
-PyObject *native_identify(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_identify(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     if (!PyList_Check(args[0]) || !are_bytes(args[1]) || !PyBytes_Check(args[2]))
         return PyErr_Format(PyExc_TypeError, "identify takes a list, a tuple of bytes and bytes");
@@ -169,7 +169,7 @@ static PyObject *begin_of(PyObject *putters, PyObject *topic, PyObject *queue_id
    Prepare copies of a list like `LogWriter.copy_many`, from index `first` to the first one that is not ordinary or whose queue is
    not in `putters`. Their queues and parts are appended to the four lists. A tail is the queue's `plain_tail` with the length of
    the properties, and the properties. The returned `room` is reduced by `overhead`, body and tail of each. */
-PyObject *native_copy_parts(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_copy_parts(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     static const char inner[] = "INNER_", crc[] = "__CRC32#";
     if (!PyList_Check(args[0]) || !PyDict_Check(args[2]) || !PyList_Check(args[5]) || !PyList_Check(args[6]) ||
@@ -258,7 +258,7 @@ static bool find_records(PyObject *messages, Records *records, char *to)
 
 /* records_of(messages) -> the bytes of their records, one after the other: a view of their buffer if they follow each other there,
    otherwise a copy. None if Python must read one. */
-PyObject *native_records_of(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_records_of(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     if (!PyList_Check(args[0]))
         return PyErr_Format(PyExc_TypeError, "records_of takes a list");

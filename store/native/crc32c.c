@@ -221,25 +221,24 @@ void crc32c_records(const uint8_t *const *records, const size_t *sizes, int coun
 }
 
 /* crc32c(data, sum=0) -> CRC-32C of `data`, or of the bytes before it and of `data`, if `sum` is that of the former. */
-PyObject *native_crc32c(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_crc32c(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
-    Py_buffer data;
+    Py_buffer *data;
     if (nargs != 2 && !has_arguments("crc32c", nargs, 1))
         return NULL;
     uint32_t sum = nargs > 1 ? (uint32_t)PyLong_AsUnsignedLongMask(args[1]) : 0;
-    if (PyErr_Occurred() || PyObject_GetBuffer(args[0], &data, PyBUF_SIMPLE) < 0)
+    if (PyErr_Occurred() || !(data = hold(held, args[0], 1, -1, false, "data")))
         return NULL;
-    PyThreadState *released = data.len >= LONG_BYTES ? PyEval_SaveThread() : NULL;
-    sum = ~sum_of_bytes(~sum, data.buf, (size_t)data.len);
+    PyThreadState *released = data->len >= LONG_BYTES ? PyEval_SaveThread() : NULL;
+    sum = ~sum_of_bytes(~sum, data->buf, (size_t)data->len);
     if (released != NULL)
         PyEval_RestoreThread(released);
-    PyBuffer_Release(&data);
     return PyLong_FromUnsignedLong(sum);
 }
 
 /* crc32c_by_table(wanted) -> true if records are summed by tables from now on: for tests, which try both ways. Without `wanted`
    the tables are used only if the processor has no instruction. */
-PyObject *native_crc32c_by_table(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_crc32c_by_table(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     sum_of_record = record_by_table;
     sum_of_bytes = run_by_table;
@@ -283,7 +282,7 @@ int crc32c_init(void)
             sample[i] = (uint8_t)(i * 31 + (i >> 5));
         right = right && record_by_instruction(sample, sizeof sample) == record_by_table(sample, sizeof sample) &&
                 body_by_instruction(~0u, sample, sizeof sample - 3) == body_by_table(~0u, sample, sizeof sample - 3);
-        Py_XDECREF(native_crc32c_by_table(NULL, (PyObject *[]){Py_False}, 1));
+        Py_XDECREF(native_crc32c_by_table((PyObject *[]){Py_False}, 1, NULL));
     }
 #endif
     if (!right)

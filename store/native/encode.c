@@ -3,29 +3,22 @@
 #include "native.h"
 
 /* lay(out, position, data): copy `data` into `out` from front to back. */
-PyObject *native_lay(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_lay(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     int64_t position = PyLong_AsLongLong(args[1]);
     if (PyErr_Occurred())
         return NULL;
-    PyObject *result = NULL;
-    Buffers held = {0};
     Py_buffer *out, *data;
-    if (!(out = hold(&held, args[0], 1, -1, true, "out")) || !(data = hold(&held, args[2], 1, -1, false, "data")))
-        goto done;
-    if (position < 0 || position > out->len || data->len > out->len - position) {
-        PyErr_Format(PyExc_ValueError, "lay: %zd bytes at %lld are not within %zd", data->len, (long long)position, out->len);
-        goto done;
-    }
+    if (!(out = hold(held, args[0], 1, -1, true, "out")) || !(data = hold(held, args[2], 1, -1, false, "data")))
+        return NULL;
+    if (position < 0 || position > out->len || data->len > out->len - position)
+        return PyErr_Format(PyExc_ValueError, "lay: %zd bytes at %lld are not within %zd", data->len, (long long)position, out->len);
     lay((uint8_t *)out->buf + position, data->buf, data->len);
-    result = Py_NewRef(Py_None);
-done:
-    let_go(&held);
-    return result;
+    Py_RETURN_NONE;
 }
 
 /* lengths(bodies) -> (the greatest, their sum), of a list of plain bytes; None if anything else is in it. */
-PyObject *native_lengths(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_lengths(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     if (!PyList_Check(args[0]))
         return PyErr_Format(PyExc_TypeError, "lengths takes a list");
@@ -48,7 +41,7 @@ PyObject *native_lengths(PyObject *module, PyObject *const *args, Py_ssize_t nar
    Encode consecutive records: each has its header of `width` bytes, or the only one. Filled in are sizes and physical offset, with
    `checksums` the checksum over the whole, and unless they are None its flag (`flags` is a list of as many ints) and a queue offset
    that increases from the given one. `bodies` is a list of bytes, `tails` a list of the same length or one tail for all. */
-PyObject *native_encode(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_encode(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     if (!PyBytes_Check(args[0]) || !PyList_Check(args[2]) ||
         !(PyList_Check(args[3]) || PyBytes_Check(args[3])) || !(PyList_Check(args[4]) || args[4] == Py_None))
@@ -125,21 +118,19 @@ failed:
 
 /* renumber(data, positions, offsets, places, timestamp): set queue offset, physical offset and store time of the record at each
    position, and recompute its checksum. */
-PyObject *native_renumber(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_renumber(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     long long timestamp = PyLong_AsLongLong(args[4]);
     if (timestamp == -1 && PyErr_Occurred())
         return NULL;
-    PyObject *result = NULL;
-    Buffers held = {0};
     Py_buffer *data, *positions, *offsets, *places;
-    if (!(data = hold(&held, args[0], 1, -1, true, "data")) ||
-        !(positions = hold(&held, args[1], 8, -1, false, "positions")))
-        goto done;
+    if (!(data = hold(held, args[0], 1, -1, true, "data")) ||
+        !(positions = hold(held, args[1], 8, -1, false, "positions")))
+        return NULL;
     Py_ssize_t count = positions->len / 8, i = 0;
-    if (!(offsets = hold(&held, args[2], 8, count, false, "offsets")) ||
-        !(places = hold(&held, args[3], 8, count, false, "places")))
-        goto done;
+    if (!(offsets = hold(held, args[2], 8, count, false, "offsets")) ||
+        !(places = hold(held, args[3], 8, count, false, "places")))
+        return NULL;
     const int64_t *at = positions->buf;
     PyThreadState *others = PyEval_SaveThread();
     for (bool whole = true; whole && i < count;) {
@@ -167,10 +158,6 @@ PyObject *native_renumber(PyObject *module, PyObject *const *args, Py_ssize_t na
     }
     PyEval_RestoreThread(others);
     if (i < count)
-        PyErr_Format(PyExc_IndexError, "no record at %lld of %zd bytes", (long long)at[i], data->len);
-    else
-        result = Py_NewRef(Py_None);
-done:
-    let_go(&held);
-    return result;
+        return PyErr_Format(PyExc_IndexError, "no record at %lld of %zd bytes", (long long)at[i], data->len);
+    Py_RETURN_NONE;
 }

@@ -219,7 +219,7 @@ static bool add_line(Lines *to, PyObject **begin, Near *near, Located *message, 
 
    Lines of the messages from `first` on, before a message that Python must write, and about MOST_TEXT bytes. With `stored` bodies stay
    compressed. `quote` returns a str as JSON, `begin_of` the first fields of a line of a queue. */
-PyObject *native_json_lines(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_json_lines(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     Py_ssize_t i = PyLong_AsSsize_t(args[1]);
     int stored = PyObject_IsTrue(args[2]);

@@ -92,7 +92,7 @@ static PyObject *frame_of(Rest header, Rest body, PyObject *slots, PyObject *wid
    Append up to `most` frames from position `at` to the list `into`, before the first that is not whole, has no binary header, is
    larger than `limit` or is damaged. `slots` are the descriptors of a frame's attributes, `wide` has the requests whose codes do not
    fit, by their lower bits, and `languages` the names by number, the last for all others. */
-PyObject *native_frames(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_frames(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     int64_t at = PyLong_AsLongLong(args[1]), limit = PyLong_AsLongLong(args[2]), most = PyLong_AsLongLong(args[3]);
     if (PyErr_Occurred())
@@ -107,14 +107,14 @@ PyObject *native_frames(PyObject *module, PyObject *const *args, Py_ssize_t narg
     }
     if (!right)
         return PyErr_Format(PyExc_TypeError, "frames takes data, three ints, slots, a dict, a tuple and a list");
-    Py_buffer data;
-    if (PyObject_GetBuffer(args[0], &data, PyBUF_SIMPLE) < 0)
+    Py_buffer *data = hold(held, args[0], 1, -1, false, "data");
+    if (!data)
         return NULL;
-    for (int64_t taken = 0; taken < most && at >= 0 && data.len - at >= PREFIX_BYTES; taken++) {
-        const uint8_t *start = (const uint8_t *)data.buf + at;
+    for (int64_t taken = 0; taken < most && at >= 0 && data->len - at >= PREFIX_BYTES; taken++) {
+        const uint8_t *start = (const uint8_t *)data->buf + at;
         int64_t length = (int32_t)get32(start), header_bytes = get32(start + 4) & 0xFFFFFF;
         if (length < 4 || length > limit || start[4] != BINARY || header_bytes > length - 4 || header_bytes > MOST_HEADER_BYTES ||
-            length > data.len - at - 4)
+            length > data->len - at - 4)
             break;
         const uint8_t *header = start + PREFIX_BYTES, *body = header + header_bytes;
         PyObject *frame =
@@ -126,7 +126,6 @@ PyObject *native_frames(PyObject *module, PyObject *const *args, Py_ssize_t narg
         Py_DECREF(frame);
         at += 4 + length;
     }
-    PyBuffer_Release(&data);
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_UnicodeDecodeError))
         return NULL;
     PyErr_Clear(); /* Python says what is damaged */
@@ -172,7 +171,7 @@ static bool put_value(Head *to, int width, PyObject *value)
 
 /* frame_head(code, language, version, opaque, flag, remark, fields, body_bytes) -> all bytes before the body of a frame with a binary
    header; None if Python must write it. */
-PyObject *native_frame_head(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_frame_head(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     long numbers[5], body_bytes = PyLong_AsLong(args[7]);
     for (int i = 0; i < 5; i++)

@@ -4,31 +4,25 @@
 
 /* put_entries(file, slots, number, hashes, physical, stamps): put entries from `number` on, which must fit. Each entry is stored
    before the header counts it, and the header before the entry's slot leads to it: readers, which take no lock, rely on that. */
-PyObject *native_put_entries(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_put_entries(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     int64_t slots = PyLong_AsLongLong(args[1]), number = PyLong_AsLongLong(args[2]);
     if (PyErr_Occurred())
         return NULL;
-    Buffers held = {0};
     Py_buffer *file, *hashes, *physical, *stamps;
-    PyObject *result = NULL;
-    if (!(file = hold(&held, args[0], 1, -1, true, "file")) || !(hashes = hold(&held, args[3], 8, -1, false, "hashes")))
-        goto done;
+    if (!(file = hold(held, args[0], 1, -1, true, "file")) || !(hashes = hold(held, args[3], 8, -1, false, "hashes")))
+        return NULL;
     const Py_ssize_t count = hashes->len / 8;
-    if (!(physical = hold(&held, args[4], 8, count, false, "physical")) ||
-        !(stamps = hold(&held, args[5], 8, count, false, "stamps")))
-        goto done;
+    if (!(physical = hold(held, args[4], 8, count, false, "physical")) ||
+        !(stamps = hold(held, args[5], 8, count, false, "stamps")))
+        return NULL;
     const int64_t entries = 0 < slots && slots < file->len ? (file->len - HEADER_BYTES - SLOT_BYTES * slots) / ENTRY_BYTES : 0;
-    if (number < 1 || number > entries || count > entries - number) {
-        PyErr_Format(PyExc_ValueError, "no room for %zd entries from %lld on", count, (long long)number);
-        goto done;
-    }
+    if (number < 1 || number > entries || count > entries - number)
+        return PyErr_Format(PyExc_ValueError, "no room for %zd entries from %lld on", count, (long long)number);
     const int64_t *hash = hashes->buf, *offset = physical->buf, *stamp = stamps->buf;
     for (Py_ssize_t i = 0; i < count; i++)
-        if (hash[i] < 0 || hash[i] > INT32_MAX) {
-            PyErr_SetString(PyExc_ValueError, "a key hash must be within 0..2147483647");
-            goto done;
-        }
+        if (hash[i] < 0 || hash[i] > INT32_MAX)
+            return PyErr_Format(PyExc_ValueError, "a key hash must be within 0..2147483647");
     uint8_t header[HEADER_BYTES], *data = file->buf, *entry = data + HEADER_BYTES + SLOT_BYTES * slots + ENTRY_BYTES * number;
     memcpy(header, data, HEADER_BYTES);
     if (count && number == 1) {
@@ -55,8 +49,5 @@ PyObject *native_put_entries(PyObject *module, PyObject *const *args, Py_ssize_t
         atomic_thread_fence(memory_order_release);
         put32(slot, (uint32_t)number);
     }
-    result = Py_NewRef(Py_None);
-done:
-    let_go(&held);
-    return result;
+    Py_RETURN_NONE;
 }

@@ -356,7 +356,7 @@ int message_init(void)
 }
 
 /* tagged(messages, tags) -> list of the messages whose tag is in the set `tags` */
-PyObject *native_tagged(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_tagged(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     PyObject *passing = PyList_CheckExact(args[0]) && PyAnySet_Check(args[1]) ? PyList_New(0) : NULL;
     if (!passing && !PyErr_Occurred())
@@ -419,7 +419,7 @@ static bool may_pass(const uint8_t *unit, const Py_buffer *hashes)
    None for all. Ends before the first record that is not an ordinary, sound record of this queue and segment with a checksum over
    the whole, which Python checks, and after MOST_BYTES. Limits are `most` messages and `budget`: bytes of records, -1 for no
    limit. A value below -1 is a budget of -budget - 2 bytes that lets the first message through. */
-PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_read_units(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     PyTypeObject *type = (PyTypeObject *)args[0];
     if (!PyType_Check(args[0]) || !PyType_IsSubtype(type, &LocatedType))
@@ -436,10 +436,9 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
     if (first_is_free)
         budget = -budget - 2;
     PyObject *result = NULL, *messages = NULL;
-    Buffers held = {0};
     Py_buffer *view, *units, *hashes = NULL;
-    if (!(view = hold(&held, args[2], 1, -1, false, "buffer")) || !(units = hold(&held, args[4], 1, -1, false, "units")) ||
-        (args[7] != Py_None && !(hashes = hold(&held, args[7], 4, -1, false, "hashes"))))
+    if (!(view = hold(held, args[2], 1, -1, false, "buffer")) || !(units = hold(held, args[4], 1, -1, false, "units")) ||
+        (args[7] != Py_None && !(hashes = hold(held, args[7], 4, -1, false, "hashes"))))
         goto done;
     Py_ssize_t there = units->len / UNIT_BYTES, looked = (Py_ssize_t)skipped;
     long long total = 0;
@@ -479,7 +478,6 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
     result = Py_BuildValue("OnLO", messages, looked - (Py_ssize_t)skipped, total, stopped ? Py_True : Py_False);
 done:
     Py_XDECREF(messages);
-    let_go(&held);
     return result;
 }
 
@@ -491,7 +489,7 @@ done:
    as it was sent, after two IPv4 hosts (int64; otherwise -1). These bodies are copied to `bodies`, unless it is None, one after
    the other; -1 if a record has no such body, or there is no room for all. The parts of each sound record are written to `table`,
    unless it is None (`note_parts`). */
-PyObject *native_check_units(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_check_units(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     Expected expected = {.queue_id = PyLong_AsLongLong(args[5])};
     if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[6], (char **)&expected.topic, &expected.topic_bytes) < 0)
@@ -499,20 +497,18 @@ PyObject *native_check_units(PyObject *module, PyObject *const *args, Py_ssize_t
     int checksum = PyObject_IsTrue(args[11]);
     if (checksum < 0)
         return NULL;
-    PyObject *result = NULL;
-    Buffers held = {0};
     Py_buffer *view, *starts, *physical, *sizes, *slots, *out, *body_ends, *bodies = NULL, *table = NULL;
-    if (!(view = hold(&held, args[0], 1, -1, false, "buffer")) || !(starts = hold(&held, args[1], 8, -1, false, "starts")))
-        goto done;
+    if (!(view = hold(held, args[0], 1, -1, false, "buffer")) || !(starts = hold(held, args[1], 8, -1, false, "starts")))
+        return NULL;
     Py_ssize_t count = starts->len / 8;
-    if (args[9] != Py_None && !(bodies = hold(&held, args[9], 1, -1, true, "bodies")))
-        goto done;
-    if (!(physical = hold(&held, args[2], 8, count, false, "physical")) ||
-        !(sizes = hold(&held, args[3], 8, count, false, "sizes")) ||
-        !(slots = hold(&held, args[4], 8, count, false, "slots")) || !(out = hold(&held, args[7], 1, count, true, "out")) ||
-        !(body_ends = hold(&held, args[8], 8, count, true, "body_ends")) ||
-        (args[10] != Py_None && !(table = hold(&held, args[10], 8, PARTS * count, true, "table"))))
-        goto done;
+    if (args[9] != Py_None && !(bodies = hold(held, args[9], 1, -1, true, "bodies")))
+        return NULL;
+    if (!(physical = hold(held, args[2], 8, count, false, "physical")) ||
+        !(sizes = hold(held, args[3], 8, count, false, "sizes")) ||
+        !(slots = hold(held, args[4], 8, count, false, "slots")) || !(out = hold(held, args[7], 1, count, true, "out")) ||
+        !(body_ends = hold(held, args[8], 8, count, true, "body_ends")) ||
+        (args[10] != Py_None && !(table = hold(held, args[10], 8, PARTS * count, true, "table"))))
+        return NULL;
     const int64_t *at = starts->buf, *size = sizes->buf;
     int64_t *ends = body_ends->buf, copied = bodies ? 0 : -1;
     PyThreadState *others = PyEval_SaveThread();
@@ -540,8 +536,5 @@ PyObject *native_check_units(PyObject *module, PyObject *const *args, Py_ssize_t
         copied += body_size;
     }
     PyEval_RestoreThread(others);
-    result = PyLong_FromLongLong(copied);
-done:
-    let_go(&held);
-    return result;
+    return PyLong_FromLongLong(copied);
 }

@@ -4,17 +4,22 @@
 #include "native.h"
 
 /* fence(): a full memory barrier. No load or store of this thread is moved across it. */
-PyObject *native_fence(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_fence(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     atomic_thread_fence(memory_order_seq_cst);
     Py_RETURN_NONE;
 }
 
-#define CHECKED(name, count)                                                                       \
+#define CHECKED(name, wanted)                                                                      \
     static PyObject *checked_##name(PyObject *module, PyObject *const *args, Py_ssize_t nargs)     \
     {                                                                                              \
-        bool right = count == ANY || has_arguments(#name, nargs, count);                           \
-        return right ? native_##name(module, args, nargs) : NULL;                                  \
+        Buffers held;                                                                              \
+        held.count = 0;                                                                            \
+        bool right = wanted == ANY || has_arguments(#name, nargs, wanted);                         \
+        PyObject *result = right ? native_##name(args, nargs, &held) : NULL;                       \
+        while (held.count)                                                                         \
+            PyBuffer_Release(&held.views[--held.count]);                                           \
+        return result;                                                                             \
     }
 FUNCTIONS(CHECKED)
 #define FUNCTION(name, count) {#name, (PyCFunction)(void (*)(void))checked_##name, METH_FASTCALL, NULL},

@@ -135,7 +135,7 @@ static inline void lay(uint8_t *to, const uint8_t *from, Py_ssize_t size)
 
 /* --- arguments --- */
 
-/* The buffers that a function holds, to be released together, on success and on failure. Initialize with {0}. */
+/* The buffers that a function of the module holds. They are released after it, on success and on failure (module.c). */
 typedef struct {
     Py_buffer views[9];
     int count;
@@ -143,9 +143,8 @@ typedef struct {
 
 /* Get an argument as a buffer: C-contiguous, `count` items of `width` bytes (any number if -1). NULL with an exception. */
 Py_buffer *hold(Buffers *held, PyObject *object, Py_ssize_t width, Py_ssize_t count, bool writable, const char *name);
-void let_go(Buffers *held);
-/* Get one buffer that contains [start, end). The caller releases it. */
-bool hold_range(PyObject *object, int64_t start, int64_t end, Py_buffer *view);
+/* Get one that contains [start, end). */
+Py_buffer *hold_range(Buffers *held, PyObject *object, int64_t start, int64_t end);
 /* Return true if a function got as many arguments as it takes; otherwise an exception is set. */
 bool has_arguments(const char *name, Py_ssize_t got, Py_ssize_t wanted);
 
@@ -182,7 +181,7 @@ enum { ANY = -1 };
     F(measure, 4) F(pairs, 2) F(find_inner, 4) F(record_holds, 4) F(read_at, 3) F(lengths, 1) F(encode, 8) F(restore, 6) \
     F(identify, 3) F(copy_parts, 9) F(message_parts, 10) F(renumber, 5) F(put_entries, 6) F(read_units, 12) F(tagged, 2) \
     F(check_units, 12) F(frames, 8) F(frame_head, 8) F(records_of, 1) F(json_lines, 5) F(fence, 0)
-#define DECLARED(name, count) PyObject *native_##name(PyObject *, PyObject *const *, Py_ssize_t);
+#define DECLARED(name, count) PyObject *native_##name(PyObject *const *, Py_ssize_t, Buffers *);
 FUNCTIONS(DECLARED)
 extern PyTypeObject QueueTailType, LogTailType, LocatedType, SenderType, PutMethodType;
 extern PyTypeObject BatchFieldsType, TimelineFieldsType, QueueFieldsType, PopFieldsType, LeaseFieldsType;

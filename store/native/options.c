@@ -108,7 +108,7 @@ static PyObject *slot(PyObject *item, PyObject *slots, Py_ssize_t i)
    Prepare items of a list, bodies or messages, like `LogWriter.put_many`, from index `first` to the first one that is not
    ordinary. `slots` are the descriptors of an `OutgoingMessage`'s attributes: those that are read, then the topic, then those that
    must be None. Bodies, tails and flags are appended to the lists. `unique` gets the unique keys by index. */
-PyObject *native_message_parts(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_message_parts(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     enum { BODY, TAG, KEYS, PROPERTIES, UNIQUE_KEY, FLAG, TOPIC, ELSEWHERE };
     PyObject *items = args[0], *topic = args[2], *plain = args[3], *slots = args[4];

@@ -7,25 +7,22 @@
 
 /* read_at(fds, positions, sizes) -> the bytes at each position of each file, concatenated; None if a file ends before, or cannot
    be read. All three are int64. The caller has compared the sizes with the files' lengths. */
-PyObject *native_read_at(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_read_at(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
-    PyObject *result = NULL;
-    Buffers held = {0};
     Py_buffer *fds, *positions, *sizes;
-    if (!(fds = hold(&held, args[0], 8, -1, false, "fds")))
-        goto done;
+    if (!(fds = hold(held, args[0], 8, -1, false, "fds")))
+        return NULL;
     Py_ssize_t count = fds->len / 8, total = 0, i = 0;
-    if (!(positions = hold(&held, args[1], 8, count, false, "positions")) ||
-        !(sizes = hold(&held, args[2], 8, count, false, "sizes")))
-        goto done;
+    if (!(positions = hold(held, args[1], 8, count, false, "positions")) ||
+        !(sizes = hold(held, args[2], 8, count, false, "sizes")))
+        return NULL;
     const int64_t *fd = fds->buf, *at = positions->buf, *size = sizes->buf;
     for (; i < count; i++)
-        if (size[i] < 0 || at[i] < 0 || __builtin_add_overflow(total, size[i], &total)) {
-            PyErr_Format(PyExc_ValueError, "read_at: %lld bytes at %lld", (long long)size[i], (long long)at[i]);
-            goto done;
-        }
-    if (!(result = PyBytes_FromStringAndSize(NULL, total)))
-        goto done;
+        if (size[i] < 0 || at[i] < 0 || __builtin_add_overflow(total, size[i], &total))
+            return PyErr_Format(PyExc_ValueError, "read_at: %lld bytes at %lld", (long long)size[i], (long long)at[i]);
+    PyObject *result = PyBytes_FromStringAndSize(NULL, total);
+    if (!result)
+        return NULL;
     char *to = PyBytes_AS_STRING(result);
     PyThreadState *others = PyEval_SaveThread();
     for (i = 0; i < count; i++)
@@ -43,7 +40,5 @@ failed:
     PyEval_RestoreThread(others);
     if (i < count)
         Py_SETREF(result, Py_NewRef(Py_None));
-done:
-    let_go(&held);
     return result;
 }

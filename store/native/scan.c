@@ -23,12 +23,6 @@ Py_buffer *hold(Buffers *held, PyObject *object, Py_ssize_t width, Py_ssize_t co
     return view;
 }
 
-void let_go(Buffers *held)
-{
-    while (held->count)
-        PyBuffer_Release(&held->views[--held->count]);
-}
-
 bool has_arguments(const char *name, Py_ssize_t got, Py_ssize_t wanted)
 {
     if (got != wanted)
@@ -36,28 +30,26 @@ bool has_arguments(const char *name, Py_ssize_t got, Py_ssize_t wanted)
     return got == wanted;
 }
 
-bool hold_range(PyObject *object, int64_t start, int64_t end, Py_buffer *view)
+Py_buffer *hold_range(Buffers *held, PyObject *object, int64_t start, int64_t end)
 {
-    if (PyObject_GetBuffer(object, view, PyBUF_SIMPLE) < 0)
-        return false;
-    if (start >= 0 && start <= end && end <= view->len)
-        return true;
+    Py_buffer *view = hold(held, object, 1, -1, false, "buffer");
+    if (!view || (start >= 0 && start <= end && end <= view->len))
+        return view;
     PyErr_Format(PyExc_ValueError, "the range %lld..%lld is not within a buffer of %zd bytes", (long long)start, (long long)end,
                  view->len);
-    PyBuffer_Release(view);
-    return false;
+    return NULL;
 }
 
 /* walk(buffer, start, end, limit) -> (positions, stop): int64 positions as a bytearray. See `scan.walk`. */
-PyObject *native_walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_walk(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     int64_t start = PyLong_AsLongLong(args[1]), end = PyLong_AsLongLong(args[2]), limit = PyLong_AsLongLong(args[3]);
     if (PyErr_Occurred())
         return NULL;
-    Py_buffer view;
-    if (!hold_range(args[0], start, end, &view))
+    Py_buffer *view = hold_range(held, args[0], start, end);
+    if (!view)
         return NULL;
-    const uint8_t *data = view.buf;
+    const uint8_t *data = view->buf;
     int64_t count = 0, most = (end - start) / MIN_RECORD_BYTES;
     int64_t *found = malloc((size_t)(limit < most ? limit : most) * sizeof *found + 1); /* unused pages take no memory */
     PyThreadState *others = PyEval_SaveThread();
@@ -71,7 +63,6 @@ PyObject *native_walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         start += size;
     }
     PyEval_RestoreThread(others);
-    PyBuffer_Release(&view);
     if (!found)
         return PyErr_NoMemory();
     PyObject *positions = PyByteArray_FromStringAndSize((char *)found, (Py_ssize_t)count * (Py_ssize_t)sizeof *found);
@@ -80,16 +71,14 @@ PyObject *native_walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 }
 
 /* join(buffer, starts, sizes, out): copy the ranges [start, start + size) one after the other. `out` is exactly as long. */
-PyObject *native_join(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_join(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
-    PyObject *result = NULL;
-    Buffers held = {0};
     Py_buffer *view, *starts, *sizes, *out;
-    if (!(view = hold(&held, args[0], 1, -1, false, "buffer")) ||
-        !(starts = hold(&held, args[1], 8, -1, false, "starts")) ||
-        !(sizes = hold(&held, args[2], 8, starts->len / 8, false, "sizes")) ||
-        !(out = hold(&held, args[3], 1, -1, true, "out")))
-        goto done;
+    if (!(view = hold(held, args[0], 1, -1, false, "buffer")) ||
+        !(starts = hold(held, args[1], 8, -1, false, "starts")) ||
+        !(sizes = hold(held, args[2], 8, starts->len / 8, false, "sizes")) ||
+        !(out = hold(held, args[3], 1, -1, true, "out")))
+        return NULL;
     Py_ssize_t count = starts->len / 8;
     const int64_t *at = starts->buf, *size = sizes->buf;
     const uint8_t *data = view->buf;
@@ -109,15 +98,11 @@ PyObject *native_join(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     if (others)
         PyEval_RestoreThread(others);
     if (i < count)
-        PyErr_Format(PyExc_IndexError, "%lld bytes at %lld of a buffer of %zd, with room for %lld", (long long)size[i],
-                     (long long)at[i], view->len, (long long)room);
-    else if (room)
-        PyErr_Format(PyExc_ValueError, "out has %lld bytes more than the ranges", (long long)room);
-    else
-        result = Py_NewRef(Py_None);
-done:
-    let_go(&held);
-    return result;
+        return PyErr_Format(PyExc_IndexError, "%lld bytes at %lld of a buffer of %zd, with room for %lld", (long long)size[i],
+                            (long long)at[i], view->len, (long long)room);
+    if (room)
+        return PyErr_Format(PyExc_ValueError, "out has %lld bytes more than the ranges", (long long)room);
+    Py_RETURN_NONE;
 }
 
 bool parts_of(const uint8_t *data, int64_t length, int64_t position, Parts *parts)
@@ -153,35 +138,28 @@ bool parts_of(const uint8_t *data, int64_t length, int64_t position, Parts *part
 }
 
 /* measure(buffer, positions, ok, table): `ok` is a bool for each record, `table` as in `note_parts`. See `Headers.parts`. */
-PyObject *native_measure(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_measure(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
-    PyObject *result = NULL;
-    Buffers held = {0};
     Py_buffer *view, *positions, *ok, *table;
-    if (!(view = hold(&held, args[0], 1, -1, false, "buffer")) ||
-        !(positions = hold(&held, args[1], 8, -1, false, "positions")))
-        goto done;
+    if (!(view = hold(held, args[0], 1, -1, false, "buffer")) ||
+        !(positions = hold(held, args[1], 8, -1, false, "positions")))
+        return NULL;
     Py_ssize_t count = positions->len / 8;
-    if (!(ok = hold(&held, args[2], 1, count, true, "ok")) || !(table = hold(&held, args[3], 8, PARTS * count, true, "table")))
-        goto done;
+    if (!(ok = hold(held, args[2], 1, count, true, "ok")) || !(table = hold(held, args[3], 8, PARTS * count, true, "table")))
+        return NULL;
     const int64_t *at = positions->buf;
     int64_t *row = table->buf;
     uint8_t *good = ok->buf;
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (at[i] < 0 || at[i] > view->len - MIN_RECORD_BYTES) {
-            PyErr_Format(PyExc_ValueError, "no record can start at %lld in %zd bytes", (long long)at[i], view->len);
-            goto done;
-        }
+        if (at[i] < 0 || at[i] > view->len - MIN_RECORD_BYTES)
+            return PyErr_Format(PyExc_ValueError, "no record can start at %lld in %zd bytes", (long long)at[i], view->len);
         if (i + NEXT < count)
             fetch_at(view->buf, view->len, at[i + NEXT], BODY_AT_V4);
         Parts parts = {0};
         good[i] = parts_of(view->buf, view->len, at[i], &parts);
         note_parts(row, count, i, &parts);
     }
-    result = Py_NewRef(Py_None);
-done:
-    let_go(&held);
-    return result;
+    Py_RETURN_NONE;
 }
 
 /* Return true if each property DELAY is a number of few digits. */
@@ -216,28 +194,22 @@ static inline bool has_inner(const uint8_t *at, int64_t size)
 }
 
 /* find_inner(buffer, starts, sizes, out): set `out` (bool) to whether "INNER_" occurs in each range, properties of a record. */
-PyObject *native_find_inner(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_find_inner(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
-    PyObject *result = NULL;
-    Buffers held = {0};
     Py_buffer *view, *starts, *sizes, *out;
-    if (!(view = hold(&held, args[0], 1, -1, false, "buffer")) || !(starts = hold(&held, args[1], 8, -1, false, "starts")))
-        goto done;
+    if (!(view = hold(held, args[0], 1, -1, false, "buffer")) || !(starts = hold(held, args[1], 8, -1, false, "starts")))
+        return NULL;
     Py_ssize_t count = starts->len / 8, i = 0;
-    if (!(sizes = hold(&held, args[2], 8, count, false, "sizes")) || !(out = hold(&held, args[3], 1, count, true, "out")))
-        goto done;
+    if (!(sizes = hold(held, args[2], 8, count, false, "sizes")) || !(out = hold(held, args[3], 1, count, true, "out")))
+        return NULL;
     const int64_t *at = starts->buf, *size = sizes->buf;
     PyThreadState *others = PyEval_SaveThread();
     for (; i < count && at[i] >= 0 && size[i] >= 0 && at[i] <= view->len && size[i] <= view->len - at[i]; i++)
         ((uint8_t *)out->buf)[i] = has_inner((const uint8_t *)view->buf + at[i], size[i]);
     PyEval_RestoreThread(others);
     if (i < count)
-        PyErr_Format(PyExc_IndexError, "%lld bytes at %lld of %zd", (long long)size[i], (long long)at[i], view->len);
-    else
-        result = Py_NewRef(Py_None);
-done:
-    let_go(&held);
-    return result;
+        return PyErr_Format(PyExc_IndexError, "%lld bytes at %lld of %zd", (long long)size[i], (long long)at[i], view->len);
+    Py_RETURN_NONE;
 }
 
 /* Return the size of a record that is sound: its lengths add up, and its CRC-32C over the whole matches (not compared without
@@ -265,40 +237,37 @@ int64_t sound_record(const uint8_t *data, int64_t length, int64_t position, int6
 
 /* record_holds(buffer, position, limit, physical_offset) -> `sound_record` of the record that starts there and ends by `limit`.
    On 0, `record.check_record` checks again: the record may be of a rare kind. */
-PyObject *native_record_holds(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_record_holds(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     int64_t position = PyLong_AsLongLong(args[1]), limit = PyLong_AsLongLong(args[2]);
     int64_t physical_offset = PyLong_AsLongLong(args[3]);
     if (PyErr_Occurred())
         return NULL;
-    Py_buffer view;
-    if (PyObject_GetBuffer(args[0], &view, PyBUF_SIMPLE) < 0)
+    Py_buffer *view = hold(held, args[0], 1, -1, false, "buffer");
+    if (!view)
         return NULL;
     Parts parts;
-    int64_t size = sound_record(view.buf, limit < view.len ? limit : view.len, position, physical_offset, true, &parts);
-    PyBuffer_Release(&view);
-    return PyLong_FromLongLong(size);
+    int64_t end = limit < view->len ? limit : view->len;
+    return PyLong_FromLongLong(sound_record(view->buf, end, position, physical_offset, true, &parts));
 }
 
 /* pairs(data, blob_ends) -> (table, room, count, distinct): a bytearray of four rows of `room` int64, of which the first `count`
    are used: start, separator, end and blob of each pair (see `Pairs`). `blob_ends` are int64, ascending. `distinct` is true if no
    blob has a name twice or a name that is not ASCII: when decoded, different names may become the same. It is also false if a blob
    has too many pairs to compare them all. */
-PyObject *native_pairs(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_pairs(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
-    PyObject *result = NULL;
-    Buffers held = {0};
     Py_buffer *view, *blob_ends;
-    if (!(view = hold(&held, args[0], 1, -1, false, "data")) ||
-        !(blob_ends = hold(&held, args[1], 8, -1, false, "blob_ends")))
-        goto done;
+    if (!(view = hold(held, args[0], 1, -1, false, "data")) ||
+        !(blob_ends = hold(held, args[1], 8, -1, false, "blob_ends")))
+        return NULL;
     const uint8_t *data = view->buf, *stop = data + view->len;
     const int64_t *closes = blob_ends->buf;
     int64_t blobs = blob_ends->len / 8, blob = 0, count = 0;
     Py_ssize_t room = view->len / SMALLEST_PAIR;
     PyObject *table = PyByteArray_FromStringAndSize(NULL, PAIR_ROWS * room * (Py_ssize_t)sizeof(int64_t));
     if (!table)
-        goto done;
+        return NULL;
     int64_t *row = (int64_t *)PyByteArray_AS_STRING(table), first = 0;
     bool distinct = true;
     PyThreadState *others = view->len >= LONG_BYTES ? PyEval_SaveThread() : NULL;
@@ -323,8 +292,5 @@ PyObject *native_pairs(PyObject *module, PyObject *const *args, Py_ssize_t nargs
     }
     if (others)
         PyEval_RestoreThread(others);
-    result = Py_BuildValue("NnLN", table, room, (long long)count, PyBool_FromLong(distinct));
-done:
-    let_go(&held);
-    return result;
+    return Py_BuildValue("NnLN", table, room, (long long)count, PyBool_FromLong(distinct));
 }

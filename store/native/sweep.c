@@ -75,19 +75,18 @@ static int64_t meet(const uint8_t *data, int64_t length, int64_t from)
 }
 
 /* meet(buffer, start, end): load the pages of a range of a mapping before a `sweep`. */
-PyObject *native_meet(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_meet(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     int64_t at = PyLong_AsLongLong(args[1]), end = PyLong_AsLongLong(args[2]);
     if (PyErr_Occurred())
         return NULL;
-    Py_buffer view;
-    if (!hold_range(args[0], at, end, &view))
+    Py_buffer *view = hold_range(held, args[0], at, end);
+    if (!view)
         return NULL;
     PyThreadState *others = PyEval_SaveThread();
     while (at < end)
-        at = meet(view.buf, end, at);
+        at = meet(view->buf, end, at);
     PyEval_RestoreThread(others);
-    PyBuffer_Release(&view);
     Py_RETURN_NONE;
 }
 
@@ -110,26 +109,22 @@ enum { NOT_CHECKED, OF_RECORD, OF_BODY };
    checksum, of the record or of its body. An empty body is not checked. The buffer may have several segments of `segment` bytes;
    0: it is one. The enums name the rows of the tables. `topics` is the number of distinct topics, numbered in order of first
    occurrence. `tails` counts the records with a possible CRC tail, marked in TAIL: Python must check them. */
-PyObject *native_sweep(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_sweep(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     int64_t at = PyLong_AsLongLong(args[1]), stop = PyLong_AsLongLong(args[2]), base = PyLong_AsLongLong(args[3]);
     int64_t limit = PyLong_AsLongLong(args[4]), populated = PyLong_AsLongLong(args[6]), segment = PyLong_AsLongLong(args[9]);
     long checksums = PyLong_AsLong(args[5]);
     if (PyErr_Occurred())
         return NULL;
-    PyObject *result = NULL;
-    Buffers held = {0};
     Py_buffer *view, *longs, *ints;
     Keys topics = {0};
-    if (!(view = hold(&held, args[0], 1, -1, false, "buffer")) || !(longs = hold(&held, args[7], 8, -1, true, "longs")) ||
-        !(ints = hold(&held, args[8], 4, INT_ROWS * (longs->len / 8 / LONG_ROWS), true, "ints")))
-        goto done;
+    if (!(view = hold(held, args[0], 1, -1, false, "buffer")) || !(longs = hold(held, args[7], 8, -1, true, "longs")) ||
+        !(ints = hold(held, args[8], 4, INT_ROWS * (longs->len / 8 / LONG_ROWS), true, "ints")))
+        return NULL;
     const int64_t room = longs->len / 8 / LONG_ROWS;
-    if (at < 0 || at > stop || stop > view->len || limit < 0 || limit > room || limit > INT32_MAX) {
-        PyErr_Format(PyExc_ValueError, "%lld records of %lld..%lld are not within a buffer of %zd bytes, or tables of %lld records",
+    if (at < 0 || at > stop || stop > view->len || limit < 0 || limit > room || limit > INT32_MAX)
+        return PyErr_Format(PyExc_ValueError, "%lld records of %lld..%lld are not within a buffer of %zd bytes, or tables of %lld records",
                      (long long)limit, (long long)at, (long long)stop, view->len, (long long)room);
-        goto done;
-    }
     const uint8_t *data = view->buf;
     int64_t length = segment > 0 ? at - at % segment : view->len, count = 0, tails = 0; /* length: end of the segment */
     int64_t *l = longs->buf;
@@ -198,17 +193,12 @@ PyObject *native_sweep(PyObject *module, PyObject *const *args, Py_ssize_t nargs
         if (!more && !full && segment > 0 && at < stop && count < limit && (more = is_used_up(data + at, data + length)))
             at = length;
     }
+    free(topics.slots);
     if (others)
         PyEval_RestoreThread(others);
     if (full)
-        PyErr_NoMemory();
-    else
-        result = Py_BuildValue("LLLLL", (long long)count, (long long)at, (long long)topics.count, (long long)tails,
-                               (long long)populated);
-done:
-    free(topics.slots);
-    let_go(&held);
-    return result;
+        return PyErr_NoMemory();
+    return Py_BuildValue("LLLLL", (long long)count, (long long)at, (long long)topics.count, (long long)tails, (long long)populated);
 }
 
 /* --- units and index entries of records that `sweep` has read --- */
@@ -306,27 +296,26 @@ enum { CACHE_LINE = 64, SOON = 16 };
    were freed here, malloc would give memory back to the system, and take it again, for each call.
 
    None: a record is of a rare kind that Python checks, or a tag or key is not ASCII. */
-PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+PyObject *native_list(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     int64_t limit = PyLong_AsLongLong(args[1]), count = PyLong_AsLongLong(args[2]), base = PyLong_AsLongLong(args[3]);
     if (PyErr_Occurred())
         return NULL;
     PyObject *result = NULL;
-    Buffers held = {0};
     Py_buffer *view, *longs, *ints, *prefixes, *out, *units, *has_unit;
     Keys queues = {0};
     Entries entries = {0};
     Order *order = NULL;
     if (count < 0 || count > limit || limit > INT32_MAX)
         return PyErr_Format(PyExc_ValueError, "%lld records of %lld", (long long)count, (long long)limit);
-    if (!(view = hold(&held, args[0], 1, -1, false, "buffer")) ||
-        !(longs = hold(&held, args[4], 8, LONG_ROWS * limit, false, "longs")) ||
-        !(ints = hold(&held, args[5], 4, INT_ROWS * limit, false, "ints")) ||
-        !(prefixes = hold(&held, args[6], 4, -1, false, "prefixes")) ||
-        !(out = hold(&held, args[7], 8, LISTED_ROWS * limit, true, "out")) ||
-        !(has_unit = hold(&held, args[8], 1, count, true, "has_unit")) ||
-        !(units = hold(&held, args[9], 1, UNIT_BYTES * count, true, "units")))
-        goto done;
+    if (!(view = hold(held, args[0], 1, -1, false, "buffer")) ||
+        !(longs = hold(held, args[4], 8, LONG_ROWS * limit, false, "longs")) ||
+        !(ints = hold(held, args[5], 4, INT_ROWS * limit, false, "ints")) ||
+        !(prefixes = hold(held, args[6], 4, -1, false, "prefixes")) ||
+        !(out = hold(held, args[7], 8, LISTED_ROWS * limit, true, "out")) ||
+        !(has_unit = hold(held, args[8], 1, count, true, "has_unit")) ||
+        !(units = hold(held, args[9], 1, UNIT_BYTES * count, true, "units")))
+        return NULL;
     const uint8_t *data = view->buf;
     const int64_t *l = longs->buf;
     const int32_t *n = ints->buf, *prefix = prefixes->buf;
@@ -427,21 +416,13 @@ PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         PyErr_NoMemory();
     else if (!plain)
         result = Py_NewRef(Py_None);
-    else {
-        PyObject *entry_row = PyByteArray_FromStringAndSize((char *)entries.row, (Py_ssize_t)(entries.count * 8));
-        PyObject *entry_hash = PyByteArray_FromStringAndSize((char *)entries.hash, (Py_ssize_t)(entries.count * 4));
-        if (entry_row && entry_hash)
-            result = Py_BuildValue("LLNN", (long long)rows, (long long)queues.count, entry_row, entry_hash);
-        else {
-            Py_XDECREF(entry_row);
-            Py_XDECREF(entry_hash);
-        }
-    }
-done:
+    else
+        result = Py_BuildValue("LLNN", (long long)rows, (long long)queues.count,
+                               PyByteArray_FromStringAndSize((char *)entries.row, (Py_ssize_t)(entries.count * 8)),
+                               PyByteArray_FromStringAndSize((char *)entries.hash, (Py_ssize_t)(entries.count * 4)));
     free(queues.slots);
     free(order);
     free(entries.row);
     free(entries.hash);
-    let_go(&held);
     return result;
 }
