@@ -223,11 +223,11 @@ void crc32c_records(const uint8_t *const *records, const size_t *sizes, int coun
 /* crc32c(data, sum=0) -> CRC-32C of `data`, or of the bytes before it and of `data`, if `sum` is that of the former. */
 PyObject *native_crc32c(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
-    Py_buffer *data;
     if (nargs != 2 && !has_arguments("crc32c", nargs, 1))
         return NULL;
     uint32_t sum = nargs > 1 ? (uint32_t)PyLong_AsUnsignedLongMask(args[1]) : 0;
-    if (PyErr_Occurred() || !(data = hold(held, args[0], 1, -1, false, "data")))
+    Py_buffer *data = hold(held, args[0], 1, -1, false, "data");
+    if (PyErr_Occurred())
         return NULL;
     PyThreadState *released = data->len >= LONG_BYTES ? PyEval_SaveThread() : NULL;
     sum = ~sum_of_bytes(~sum, data->buf, (size_t)data->len);

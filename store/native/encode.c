@@ -6,10 +6,8 @@
 PyObject *native_lay(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     int64_t position = PyLong_AsLongLong(args[1]);
+    Py_buffer *out = hold(held, args[0], 1, -1, true, "out"), *data = hold(held, args[2], 1, -1, false, "data");
     if (PyErr_Occurred())
-        return NULL;
-    Py_buffer *out, *data;
-    if (!(out = hold(held, args[0], 1, -1, true, "out")) || !(data = hold(held, args[2], 1, -1, false, "data")))
         return NULL;
     if (position < 0 || position > out->len || data->len > out->len - position)
         return PyErr_Format(PyExc_ValueError, "lay: %zd bytes at %lld are not within %zd", data->len, (long long)position, out->len);
@@ -121,15 +119,10 @@ failed:
 PyObject *native_renumber(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     long long timestamp = PyLong_AsLongLong(args[4]);
-    if (timestamp == -1 && PyErr_Occurred())
-        return NULL;
-    Py_buffer *data, *positions, *offsets, *places;
-    if (!(data = hold(held, args[0], 1, -1, true, "data")) ||
-        !(positions = hold(held, args[1], 8, -1, false, "positions")))
-        return NULL;
+    Py_buffer *data = hold(held, args[0], 1, -1, true, "data"), *positions = hold(held, args[1], 8, -1, false, "positions");
     Py_ssize_t count = positions->len / 8, i = 0;
-    if (!(offsets = hold(held, args[2], 8, count, false, "offsets")) ||
-        !(places = hold(held, args[3], 8, count, false, "places")))
+    Py_buffer *offsets = hold(held, args[2], 8, count, false, "offsets"), *places = hold(held, args[3], 8, count, false, "places");
+    if (PyErr_Occurred())
         return NULL;
     const int64_t *at = positions->buf;
     PyThreadState *others = PyEval_SaveThread();

@@ -95,6 +95,7 @@ static PyObject *frame_of(Rest header, Rest body, PyObject *slots, PyObject *wid
 PyObject *native_frames(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     int64_t at = PyLong_AsLongLong(args[1]), limit = PyLong_AsLongLong(args[2]), most = PyLong_AsLongLong(args[3]);
+    Py_buffer *data = hold(held, args[0], 1, -1, false, "data");
     if (PyErr_Occurred())
         return NULL;
     PyObject *slots = args[4];
@@ -107,9 +108,6 @@ PyObject *native_frames(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
     }
     if (!right)
         return PyErr_Format(PyExc_TypeError, "frames takes data, three ints, slots, a dict, a tuple and a list");
-    Py_buffer *data = hold(held, args[0], 1, -1, false, "data");
-    if (!data)
-        return NULL;
     for (int64_t taken = 0; taken < most && at >= 0 && data->len - at >= PREFIX_BYTES; taken++) {
         const uint8_t *start = (const uint8_t *)data->buf + at;
         int64_t length = (int32_t)get32(start), header_bytes = get32(start + 4) & 0xFFFFFF;
@@ -145,7 +143,7 @@ static bool put_sized(Head *to, int width, const char *from, Py_ssize_t size)
     if (width == 4)
         put32(to->at, (uint32_t)size);
     else
-        to->at[0] = (uint8_t)(size >> 8), to->at[1] = (uint8_t)size;
+        put16(to->at, (uint16_t)size);
     memcpy(to->at + width, from, (size_t)size);
     to->at += width + size;
     return true;
@@ -198,9 +196,9 @@ PyObject *native_frame_head(PyObject *const *args, Py_ssize_t nargs, Buffers *he
     put32(to.bytes, (uint32_t)(4 + header_bytes + body_bytes));
     put32(to.bytes + 4, (uint32_t)header_bytes | BINARY << 24);
     uint8_t *head = to.bytes + PREFIX_BYTES;
-    head[0] = (uint8_t)(numbers[0] >> 8), head[1] = (uint8_t)numbers[0]; /* as Java's cast to short does */
+    put16(head, (uint16_t)numbers[0]); /* as Java's cast to short does */
     head[2] = (uint8_t)numbers[1];
-    head[3] = (uint8_t)(version >> 8), head[4] = (uint8_t)version;
+    put16(head + 3, (uint16_t)version);
     put32(head + 5, (uint32_t)opaque);
     put32(head + 9, (uint32_t)flag);
     return PyBytes_FromStringAndSize((const char *)to.bytes, to.at - to.bytes);

@@ -7,14 +7,10 @@
 PyObject *native_put_entries(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     int64_t slots = PyLong_AsLongLong(args[1]), number = PyLong_AsLongLong(args[2]);
-    if (PyErr_Occurred())
-        return NULL;
-    Py_buffer *file, *hashes, *physical, *stamps;
-    if (!(file = hold(held, args[0], 1, -1, true, "file")) || !(hashes = hold(held, args[3], 8, -1, false, "hashes")))
-        return NULL;
+    Py_buffer *file = hold(held, args[0], 1, -1, true, "file"), *hashes = hold(held, args[3], 8, -1, false, "hashes");
     const Py_ssize_t count = hashes->len / 8;
-    if (!(physical = hold(held, args[4], 8, count, false, "physical")) ||
-        !(stamps = hold(held, args[5], 8, count, false, "stamps")))
+    Py_buffer *physical = hold(held, args[4], 8, count, false, "physical"), *stamps = hold(held, args[5], 8, count, false, "stamps");
+    if (PyErr_Occurred())
         return NULL;
     const int64_t entries = 0 < slots && slots < file->len ? (file->len - HEADER_BYTES - SLOT_BYTES * slots) / ENTRY_BYTES : 0;
     if (number < 1 || number > entries || count > entries - number)

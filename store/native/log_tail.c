@@ -47,25 +47,26 @@ typedef struct {
     int fd;               /* of the segment of `mapping`; -1: write only to the mapping */
     PyObject *mapping;    /* of the segment that contains `end`; used only while limit > -1 */
     PyObject *group;      /* GroupCommit, or None */
-    PyObject *time_ns;    /* None: the system's clock */
+    PyObject *now_ns;     /* None: the system's clock */
     PyObject *on_alarm;
     PyObject *born_host, *store_host;
     PyObject *receipt;    /* the type: a tuple of seven */
 } LogTail;
 
-#define OBJECTS(F) F(mapping) F(group) F(time_ns) F(on_alarm) F(born_host) F(store_host) F(receipt)
+#define PRIVATE(F) F(mapping) F(now_ns) F(on_alarm) F(born_host) F(store_host) F(receipt)
+#define OBJECTS(F) PRIVATE(F) F(group)
 
 COLLECTED(tip, LogTail, OBJECTS)
 
 /* Nanoseconds since the epoch; -1 with an exception. */
 static long long now_of(LogTail *self)
 {
-    if (!self->time_ns || self->time_ns == Py_None) {
+    if (!self->now_ns || self->now_ns == Py_None) {
         struct timespec now;
         clock_gettime(CLOCK_REALTIME, &now);
         return now.tv_sec * 1000000000LL + now.tv_nsec;
     }
-    PyObject *found = PyObject_CallNoArgs(self->time_ns);
+    PyObject *found = PyObject_CallNoArgs(self->now_ns);
     long long now = found ? PyLong_AsLongLong(found) : -1;
     Py_XDECREF(found);
     return now;
@@ -144,9 +145,7 @@ void lay_tail(char *to, const char *plain, Py_ssize_t plain_size, const char *pr
 {
     memcpy(to, plain, (size_t)plain_size);
     memcpy(to + plain_size, properties, (size_t)size);
-    to += plain_size - PROPERTIES_LENGTH_BYTES;
-    to[0] = (char)(size >> 8);
-    to[1] = (char)size;
+    put16((uint8_t *)to + plain_size - PROPERTIES_LENGTH_BYTES, (uint16_t)size);
 }
 
 int log_tail_store(PyObject *tip, QueueTail *queue, const char *body, Py_ssize_t body_size, const char *tail, Py_ssize_t tail_size,
@@ -155,7 +154,7 @@ int log_tail_store(PyObject *tip, QueueTail *queue, const char *body, Py_ssize_t
     LogTail *self = (LogTail *)tip;
     extra = extra ? extra : &NOTHING;
     PyObject *born_host = extra->born_host ? extra->born_host : self->born_host;
-    if ((!self->plain && body_size > MOST_SUMMED) || self->appending || !self->time_ns || !is_host(born_host) || !is_host(self->store_host))
+    if ((!self->plain && body_size > MOST_SUMMED) || self->appending || !self->now_ns || !is_host(born_host) || !is_host(self->store_host))
         return 0;
     /* If every put waits for its sync, write by a call: each sync makes the pages of a mapping that were stored to read-only,
        which takes longer than the sync itself, and the next store faults again. */
@@ -232,11 +231,11 @@ static PyObject *log_tail_put_packed(LogTail *self, PyObject *const *args, Py_ss
     if (nargs != 3 || !is_a(args[0], &QueueTailType) || !PyBytes_CheckExact(args[1]))
         return PyErr_Format(PyExc_TypeError, "put_packed takes a queue, bytes and a size");
     QueueTail *queue = (QueueTail *)args[0];
-    long long max_body = PyLong_AsLongLong(args[2]), now_ns = self->time_ns ? now_of(self) : 0;
+    long long max_body = PyLong_AsLongLong(args[2]), now_ns = self->now_ns ? now_of(self) : 0;
     if (PyErr_Occurred())
         return NULL;
     PyObject *host = self->store_host, *tail = queue->plain_tail, *answer = NULL;
-    if (!self->time_ns || self->appending || (self->group && self->group != Py_None) || !is_host(self->born_host) || !is_host(host) ||
+    if (!self->now_ns || self->appending || (self->group && self->group != Py_None) || !is_host(self->born_host) || !is_host(host) ||
         !tail || !PyBytes_Check(tail))
         Py_RETURN_NONE;
     const uint8_t *sizes = (const uint8_t *)PyBytes_AS_STRING(args[1]) + 4;
@@ -305,13 +304,9 @@ static PyMemberDef tip_members[] = {
     {"_whole_record", T_BOOL, offsetof(LogTail, plain), 0, NULL},
     {"_appending", T_BOOL, offsetof(LogTail, appending), 0, NULL},
     {"_fd", T_INT, offsetof(LogTail, fd), 0, NULL},
-    {"_mapping", T_OBJECT, offsetof(LogTail, mapping), 0, NULL},
     {"group", T_OBJECT, offsetof(LogTail, group), 0, NULL},
-    {"_now_ns", T_OBJECT, offsetof(LogTail, time_ns), 0, NULL},
-    {"_on_alarm", T_OBJECT, offsetof(LogTail, on_alarm), 0, NULL},
-    {"_born_host", T_OBJECT, offsetof(LogTail, born_host), 0, NULL},
-    {"_store_host", T_OBJECT, offsetof(LogTail, store_host), 0, NULL},
-    {"_receipt", T_OBJECT, offsetof(LogTail, receipt), 0, NULL},
+#define MEMBER(field) {"_" #field, T_OBJECT, offsetof(LogTail, field), 0, NULL},
+    PRIVATE(MEMBER)
     {NULL},
 };
 

@@ -8,7 +8,6 @@
 
 enum { MOST_BYTES = 4 << 20 }; /* read in one call, which other threads wait for */
 
-static PyObject *buffer_name, *queue_name, *stored_body_name, *tag_name, *group_name;
 static int topic_index = 0, queue_id_index = 1;
 static PyTypeObject *batch_type; /* the class of nearly all batches, and the places of `buffer` and `find` in its objects */
 static Py_ssize_t buffer_at, find_at;
@@ -56,11 +55,7 @@ static int located_init(Located *self, PyObject *args, PyObject *kwargs)
     return 0;
 }
 
-static PyObject *not_initialized(void)
-{
-    PyErr_SetString(PyExc_AttributeError, "the message was not initialized");
-    return NULL;
-}
+static PyObject *not_initialized(void) { return PyErr_Format(PyExc_AttributeError, "the message was not initialized"); }
 
 /* Get the buffer that contains the record and, unless `parts` is NULL, find its parts. Without `parts` only room for the smallest
    record is checked. 0, or -1 with an exception; then the buffer is released. */
@@ -69,7 +64,7 @@ static int open_record(Located *self, Py_buffer *view, Parts *parts)
     PyObject *buffer = self->batch && Py_IS_TYPE(self->batch, batch_type) ? *(PyObject **)((char *)self->batch + buffer_at) : NULL;
     if (buffer)
         Py_INCREF(buffer);
-    else if (!(buffer = self->batch ? PyObject_GetAttr(self->batch, buffer_name) : not_initialized()))
+    else if (!(buffer = self->batch ? PyObject_GetAttr(self->batch, name_buffer) : not_initialized()))
         return -1;
     int got = PyObject_GetBuffer(buffer, view, PyBUF_SIMPLE);
     Py_DECREF(buffer);
@@ -104,7 +99,7 @@ static PyObject *located_body(Located *self, void *closure)
         if (plain)
             return body;
     }
-    return PyObject_CallMethodNoArgs((PyObject *)self, stored_body_name);
+    return PyObject_CallMethodNoArgs((PyObject *)self, name__stored_body);
 }
 
 static PyObject *located_encoded_properties(Located *self, void *closure)
@@ -191,7 +186,7 @@ static PyObject *located_queue(Located *self, void *closure)
 {
     if (!self->batch)
         return not_initialized();
-    PyObject *queue = PyObject_GetAttr(self->batch, queue_name);
+    PyObject *queue = PyObject_GetAttr(self->batch, name_queue);
     if (queue && closure)
         Py_SETREF(queue, PySequence_GetItem(queue, *(const int *)closure));
     return queue;
@@ -253,11 +248,10 @@ static PyObject *located_message_id(Located *self, void *closure)
 
 int near_record(Near *near, Located *message, Parts *parts)
 {
-    if (near->batch && near->batch == message->batch) {
-        if (message->start >= 0 && message->start <= near->view.len - MIN_RECORD_BYTES &&
-            parts_of(near->view.buf, near->view.len, message->start, parts))
-            return 0;
-    }
+    if (near->batch && near->batch == message->batch && message->start >= 0 &&
+        message->start <= near->view.len - MIN_RECORD_BYTES &&
+        parts_of(near->view.buf, near->view.len, message->start, parts))
+        return 0;
     near_close(near);
     if (open_record(message, &near->view, parts) < 0)
         return -1;
@@ -312,9 +306,9 @@ static PyGetSetDef located_attributes[] = {
     {"queue", (getter)located_queue, NULL, "Queue that contains this copy.", NULL},
     {"topic", (getter)located_queue, NULL, "Topic of that queue.", &topic_index},
     {"queue_id", (getter)located_queue, NULL, "Id of that queue in its topic, from 0.", &queue_id_index},
-    {"tag", (getter)located_property, NULL, "Tag that consumers filter by, or None.", &tag_name},
+    {"tag", (getter)located_property, NULL, "Tag that consumers filter by, or None.", &name_TAGS},
     {"keys", (getter)located_keys, NULL, "Keys by which `find` looks the message up, besides its unique key.", NULL},
-    {"message_group", (getter)located_property, NULL, "Name of the group whose messages keep their order, or None.", &group_name},
+    {"message_group", (getter)located_property, NULL, "Name of the group whose messages keep their order, or None.", &name___SHARDINGKEY},
     NUMBER("size", size_field, "Size of the whole record in bytes."),
     NUMBER("flag", flag_field, "The sender's own number, 32 bits; 0 unless it was set."),
     NUMBER("physical_offset", physical_field, "Position of the record in the commitlog."),
@@ -344,16 +338,6 @@ PyTypeObject LocatedType = {
     .tp_getset = located_attributes,
     .tp_methods = located_methods,
 };
-
-int message_init(void)
-{
-    buffer_name = PyUnicode_InternFromString("buffer");
-    queue_name = PyUnicode_InternFromString("queue");
-    stored_body_name = PyUnicode_InternFromString("_stored_body");
-    tag_name = PyUnicode_InternFromString("TAGS");
-    group_name = PyUnicode_InternFromString("__SHARDINGKEY");
-    return buffer_name && queue_name && stored_body_name && tag_name && group_name ? PyType_Ready(&LocatedType) : -1;
-}
 
 /* tagged(messages, tags) -> list of the messages whose tag is in the set `tags` */
 PyObject *native_tagged(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
@@ -435,17 +419,17 @@ PyObject *native_read_units(PyObject *const *args, Py_ssize_t nargs, Buffers *he
     bool unlimited = budget == -1, first_is_free = budget < -1;
     if (first_is_free)
         budget = -budget - 2;
-    PyObject *result = NULL, *messages = NULL;
-    Py_buffer *view, *units, *hashes = NULL;
-    if (!(view = hold(held, args[2], 1, -1, false, "buffer")) || !(units = hold(held, args[4], 1, -1, false, "units")) ||
-        (args[7] != Py_None && !(hashes = hold(held, args[7], 4, -1, false, "hashes"))))
-        goto done;
+    Py_buffer *view = hold(held, args[2], 1, -1, false, "buffer"), *units = hold(held, args[4], 1, -1, false, "units");
+    Py_buffer *hashes = args[7] == Py_None ? NULL : hold(held, args[7], 4, -1, false, "hashes");
+    if (PyErr_Occurred())
+        return NULL;
     Py_ssize_t there = units->len / UNIT_BYTES, looked = (Py_ssize_t)skipped;
     long long total = 0;
     bool stopped = false;
     Py_ssize_t room = there - looked < most ? there - looked : (Py_ssize_t)most, found = 0;
-    if (!(messages = PyList_New(room > 0 ? room : 0)))
-        goto done;
+    PyObject *result = NULL, *messages = PyList_New(room > 0 ? room : 0);
+    if (!messages)
+        return NULL;
     for (; looked < there && total < MOST_BYTES && found < most; looked++) {
         const uint8_t *unit = (const uint8_t *)units->buf + looked * UNIT_BYTES, *later = unit + NEXT * UNIT_BYTES;
         if (looked + NEXT < there)
@@ -495,19 +479,14 @@ PyObject *native_check_units(PyObject *const *args, Py_ssize_t nargs, Buffers *h
     if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[6], (char **)&expected.topic, &expected.topic_bytes) < 0)
         return NULL;
     int checksum = PyObject_IsTrue(args[11]);
-    if (checksum < 0)
-        return NULL;
-    Py_buffer *view, *starts, *physical, *sizes, *slots, *out, *body_ends, *bodies = NULL, *table = NULL;
-    if (!(view = hold(held, args[0], 1, -1, false, "buffer")) || !(starts = hold(held, args[1], 8, -1, false, "starts")))
-        return NULL;
+    Py_buffer *view = hold(held, args[0], 1, -1, false, "buffer"), *starts = hold(held, args[1], 8, -1, false, "starts");
     Py_ssize_t count = starts->len / 8;
-    if (args[9] != Py_None && !(bodies = hold(held, args[9], 1, -1, true, "bodies")))
-        return NULL;
-    if (!(physical = hold(held, args[2], 8, count, false, "physical")) ||
-        !(sizes = hold(held, args[3], 8, count, false, "sizes")) ||
-        !(slots = hold(held, args[4], 8, count, false, "slots")) || !(out = hold(held, args[7], 1, count, true, "out")) ||
-        !(body_ends = hold(held, args[8], 8, count, true, "body_ends")) ||
-        (args[10] != Py_None && !(table = hold(held, args[10], 8, PARTS * count, true, "table"))))
+    Py_buffer *physical = hold(held, args[2], 8, count, false, "physical"), *sizes = hold(held, args[3], 8, count, false, "sizes");
+    Py_buffer *slots = hold(held, args[4], 8, count, false, "slots"), *out = hold(held, args[7], 1, count, true, "out");
+    Py_buffer *body_ends = hold(held, args[8], 8, count, true, "body_ends");
+    Py_buffer *bodies = args[9] == Py_None ? NULL : hold(held, args[9], 1, -1, true, "bodies");
+    Py_buffer *table = args[10] == Py_None ? NULL : hold(held, args[10], 8, PARTS * count, true, "table");
+    if (PyErr_Occurred())
         return NULL;
     const int64_t *at = starts->buf, *size = sizes->buf;
     int64_t *ends = body_ends->buf, copied = bodies ? 0 : -1;

@@ -26,11 +26,15 @@ FUNCTIONS(CHECKED)
 
 static PyMethodDef functions[] = {FUNCTIONS(FUNCTION) {NULL}};
 
+#define NAME(text) PyObject *name_##text;
+NAMES(NAME)
+#define INTERN(text) && (name_##text = PyUnicode_InternFromString(#text))
+
 static int fill(PyObject *module)
 {
     PyTypeObject *const types[] = {&QueueTailType, &LogTailType, &SenderType, &LocatedType, &BatchFieldsType,
                                    &TimelineFieldsType, &QueueFieldsType, &PutMethodType, &PopFieldsType, &LeaseFieldsType};
-    if (crc32c_init() < 0 || message_init() < 0 || pop_init() < 0 || sender_init() < 0 ||
+    if (!(true NAMES(INTERN)) || crc32c_init() < 0 || pop_fields_init() < 0 || sender_init() < 0 ||
         PyModule_AddIntConstant(module, "VERSION", NATIVE_VERSION) < 0 ||
         PyModule_AddIntConstant(module, "SOURCES", MQSTORE_NATIVE_SOURCES) < 0)
         return -1;

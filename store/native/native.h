@@ -64,6 +64,7 @@ enum {
 static inline uint16_t get16(const uint8_t *at) { uint16_t v; memcpy(&v, at, 2); return __builtin_bswap16(v); }
 static inline uint32_t get32(const uint8_t *at) { uint32_t v; memcpy(&v, at, 4); return __builtin_bswap32(v); }
 static inline uint64_t get64(const uint8_t *at) { uint64_t v; memcpy(&v, at, 8); return __builtin_bswap64(v); }
+static inline void put16(uint8_t *at, uint16_t v) { v = __builtin_bswap16(v); memcpy(at, &v, 2); }
 static inline void put32(uint8_t *at, uint32_t v) { v = __builtin_bswap32(v); memcpy(at, &v, 4); }
 static inline void put64(uint8_t *at, uint64_t v) { v = __builtin_bswap64(v); memcpy(at, &v, 8); }
 
@@ -137,11 +138,12 @@ static inline void lay(uint8_t *to, const uint8_t *from, Py_ssize_t size)
 
 /* The buffers that a function of the module holds. They are released after it, on success and on failure (module.c). */
 typedef struct {
-    Py_buffer views[9];
+    Py_buffer views[9]; /* as many as `check_units` takes */
     int count;
 } Buffers;
 
-/* Get an argument as a buffer: C-contiguous, `count` items of `width` bytes (any number if -1). NULL with an exception. */
+/* Get an argument as a buffer: C-contiguous, `count` items of `width` bytes (any number if -1). With an exception, also an earlier
+   one, the buffer is empty: a function gets all its buffers, and then asks for an exception once. */
 Py_buffer *hold(Buffers *held, PyObject *object, Py_ssize_t width, Py_ssize_t count, bool writable, const char *name);
 /* Get one that contains [start, end). */
 Py_buffer *hold_range(Buffers *held, PyObject *object, int64_t start, int64_t end);
@@ -183,10 +185,15 @@ enum { ANY = -1 };
     F(check_units, 12) F(frames, 8) F(frame_head, 8) F(records_of, 1) F(json_lines, 5) F(fence, 0)
 #define DECLARED(name, count) PyObject *native_##name(PyObject *const *, Py_ssize_t, Buffers *);
 FUNCTIONS(DECLARED)
+/* Interned strings: the name of each is the text after `name_`. */
+#define NAMES(F) \
+    F(buffer) F(queue) F(_stored_body) F(TAGS) F(__SHARDINGKEY) F(compact) F(pop_at_once) F(ack_at_once) F(ack) F(_sendable) \
+    F(write_queues) F(_prefix) F(_origin_ms) F(_sequence) F(_sender)
+#define NAMED(text) extern PyObject *name_##text;
+NAMES(NAMED)
 extern PyTypeObject QueueTailType, LogTailType, LocatedType, SenderType, PutMethodType;
 extern PyTypeObject BatchFieldsType, TimelineFieldsType, QueueFieldsType, PopFieldsType, LeaseFieldsType;
-int message_init(void);
-int pop_init(void);
+int pop_fields_init(void);
 int sender_init(void);
 
 /* Return true if `tuple_of` may be called with the type. */
@@ -272,6 +279,9 @@ typedef struct {
    underscore are left to Python, too. */
 bool add_options(Text *to, const Options *options, PyObject *reserved);
 bool add(Text *to, const char *from, size_t size);
+bool add_pair(Text *to, const char *name, PyObject *value, char forbidden);
+/* Read the number in `object`; false, without an exception, if it is not an int of 64 bits. NULL is not one. */
+bool number_of(PyObject *object, long long *number);
 /* Return true if the value is an int of 32 bits, and not of a subclass. */
 bool small_integer(PyObject *value, int32_t *found);
 bool add_number(Text *to, const char *name, long long value); /* not negative */

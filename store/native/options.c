@@ -19,12 +19,20 @@ bool add_number(Text *to, const char *name, long long value)
     return add(to, name, strlen(name)) && add(to, text, (size_t)(end - text));
 }
 
+bool number_of(PyObject *object, long long *number)
+{
+    int beyond = 1;
+    if (object && PyLong_CheckExact(object))
+        *number = PyLong_AsLongLongAndOverflow(object, &beyond);
+    return !beyond;
+}
+
 bool small_integer(PyObject *value, int32_t *found)
 {
-    int beyond = 0;
-    long long number = PyLong_CheckExact(value) ? PyLong_AsLongLongAndOverflow(value, &beyond) : INT64_MAX;
+    long long number = 0;
+    bool small = number_of(value, &number) && number >= INT32_MIN && number <= INT32_MAX;
     *found = (int32_t)number;
-    return !beyond && number >= INT32_MIN && number <= INT32_MAX;
+    return small;
 }
 
 /* Add a str that has a visible character, no control character, and not `forbidden`. False for all others. */
@@ -50,7 +58,7 @@ static bool add_text(Text *to, PyObject *text, char forbidden)
     return visible && add(to, utf8, (size_t)size);
 }
 
-static bool add_pair(Text *to, const char *name, PyObject *value, char forbidden)
+bool add_pair(Text *to, const char *name, PyObject *value, char forbidden)
 {
     return add(to, name, strlen(name)) && add(to, "\1", 1) && add_text(to, value, forbidden) && add(to, "\2", 1);
 }

@@ -30,17 +30,6 @@ enum { RANKS, SETTLED, AT_ONCE, RNG, ROUTE_ITEMS };
 #define NO_ORDER " 0 0 mqstore "
 #define IN_ORDER " 999 0 mqstore "
 
-static PyObject *compact_name, *pop_name, *ack_name, *ack_verb;
-
-/* Read the number in `object`; false, without an exception, if it is not an int of 64 bits. */
-static bool number_of(PyObject *object, long long *number)
-{
-    int beyond = 1;
-    if (object && PyLong_CheckExact(object))
-        *number = PyLong_AsLongLongAndOverflow(object, &beyond);
-    return !beyond;
-}
-
 /* Text, piece by piece: each function returns the position of the next piece. */
 static char *write_text(char *at, const char *text)
 {
@@ -521,7 +510,7 @@ static int settle(PopFields *self, QueueFields *state, const Claim *claims, int 
     }
     TimelineFields *timeline = (TimelineFields *)state->timeline;
     if (timeline->entries > COMPACT_FROM + 2 * state->batches && 4 * ++timeline->asked > timeline->entries)
-        result = succeeded(PyObject_CallMethodNoArgs((PyObject *)timeline, compact_name)) ? 1 : -1;
+        result = succeeded(PyObject_CallMethodNoArgs((PyObject *)timeline, name_compact)) ? 1 : -1;
     if (result > 0 && state->written != state->committed) {
         PyObject *committed = PyLong_FromLongLong(state->committed), *key = Py_NewRef(state->key);
         result = committed ? note(self, key, committed) : -1;
@@ -730,7 +719,7 @@ static PyObject *lease_get(PyTypeObject *type, PyObject *const *args, Py_ssize_t
 {
     if (!has_arguments("_get_at_once", nargs, 4))
         return NULL;
-    PopFields *tables = tables_of(args[0], pop_name, method_pop_at_once);
+    PopFields *tables = tables_of(args[0], name_pop_at_once, method_pop_at_once);
     if (!tables)
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     /* First, since a delivery without its lease is lost until its time is over. */
@@ -755,7 +744,7 @@ static PyObject *lease_ack(LeaseFields *self, PyObject *nothing)
     PyObject *context = self->context, *delivery = self->delivery;
     bool is_new = !self->verb || self->verb == Py_None;
     PopFields *tables = is_new && delivery && PyTuple_Check(delivery) && PyTuple_GET_SIZE(delivery) > TOPIC
-                            ? tables_of(context, ack_name, method_ack_at_once) : NULL;
+                            ? tables_of(context, name_ack_at_once, method_ack_at_once) : NULL;
     if (!tables)
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_False);
     Py_INCREF(context);
@@ -763,10 +752,10 @@ static PyObject *lease_ack(LeaseFields *self, PyObject *nothing)
     int done = ack_all(tables, PyTuple_GET_ITEM(context, GROUP), PyTuple_GET_ITEM(delivery, TOPIC),
                        PyTuple_GET_ITEM(delivery, RECEIPT));
     if (done > 0) {
-        Py_XSETREF(self->verb, Py_NewRef(ack_verb));
+        Py_XSETREF(self->verb, Py_NewRef(name_ack));
         PyObject *told = PyTuple_GET_ITEM(context, TOLD), *waiting = PyTuple_GET_ITEM(context, WAITING);
         bool quiet = told == Py_None || (PyAnySet_Check(waiting) && !PySet_GET_SIZE(waiting));
-        if (!quiet && !succeeded(PyObject_CallFunctionObjArgs(told, self, ack_verb, NULL)))
+        if (!quiet && !succeeded(PyObject_CallFunctionObjArgs(told, self, name_ack, NULL)))
             done = -1;
     }
     Py_DECREF(delivery);
@@ -822,12 +811,3 @@ PyTypeObject PopFieldsType = {
     .tp_members = pop_fields_members,
     .tp_methods = pop_fields_methods,
 };
-
-int pop_init(void)
-{
-    compact_name = PyUnicode_InternFromString("compact");
-    pop_name = PyUnicode_InternFromString("pop_at_once");
-    ack_name = PyUnicode_InternFromString("ack_at_once");
-    ack_verb = PyUnicode_InternFromString("ack");
-    return !compact_name || !pop_name || !ack_name || !ack_verb || pop_fields_init() < 0 || PyType_Ready(&PopFieldsType) < 0 ? -1 : 0;
-}

@@ -38,6 +38,5 @@ bool is_whole(PyObject *object);
 int try_lock(QueueFields *state);
 /* Release the lock and return `result`, with the current exception kept. If that fails, `result` is dropped. */
 PyObject *unlocked(PyObject *lock, PyObject *result);
-int pop_fields_init(void);
 
 #endif

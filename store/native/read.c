@@ -9,12 +9,10 @@
    be read. All three are int64. The caller has compared the sizes with the files' lengths. */
 PyObject *native_read_at(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
-    Py_buffer *fds, *positions, *sizes;
-    if (!(fds = hold(held, args[0], 8, -1, false, "fds")))
-        return NULL;
+    Py_buffer *fds = hold(held, args[0], 8, -1, false, "fds");
     Py_ssize_t count = fds->len / 8, total = 0, i = 0;
-    if (!(positions = hold(held, args[1], 8, count, false, "positions")) ||
-        !(sizes = hold(held, args[2], 8, count, false, "sizes")))
+    Py_buffer *positions = hold(held, args[1], 8, count, false, "positions"), *sizes = hold(held, args[2], 8, count, false, "sizes");
+    if (PyErr_Occurred())
         return NULL;
     const int64_t *fd = fds->buf, *at = positions->buf, *size = sizes->buf;
     for (; i < count; i++)

@@ -7,18 +7,15 @@
 
 Py_buffer *hold(Buffers *held, PyObject *object, Py_ssize_t width, Py_ssize_t count, bool writable, const char *name)
 {
-    if (held->count == sizeof held->views / sizeof *held->views) {
-        PyErr_Format(PyExc_SystemError, "%s: more buffers than `Buffers` has room for", name);
-        return NULL;
-    }
+    static Py_buffer none;
     Py_buffer *view = &held->views[held->count];
-    if (PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0)) < 0)
-        return NULL;
+    if (PyErr_Occurred() || PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0)) < 0)
+        return &none;
     held->count++;
     bool aligned = !view->len || (uintptr_t)view->buf % (uintptr_t)width == 0;
     if (!aligned || view->len % width || (count >= 0 && view->len / width != count)) {
         PyErr_Format(PyExc_ValueError, "%s: expected %zd items of %zd bytes, got %zd bytes", name, count, width, view->len);
-        return NULL;
+        return &none;
     }
     return view;
 }
@@ -33,21 +30,18 @@ bool has_arguments(const char *name, Py_ssize_t got, Py_ssize_t wanted)
 Py_buffer *hold_range(Buffers *held, PyObject *object, int64_t start, int64_t end)
 {
     Py_buffer *view = hold(held, object, 1, -1, false, "buffer");
-    if (!view || (start >= 0 && start <= end && end <= view->len))
-        return view;
-    PyErr_Format(PyExc_ValueError, "the range %lld..%lld is not within a buffer of %zd bytes", (long long)start, (long long)end,
-                 view->len);
-    return NULL;
+    if (!PyErr_Occurred() && (start < 0 || start > end || end > view->len))
+        PyErr_Format(PyExc_ValueError, "the range %lld..%lld is not within a buffer of %zd bytes", (long long)start, (long long)end,
+                     view->len);
+    return view;
 }
 
 /* walk(buffer, start, end, limit) -> (positions, stop): int64 positions as a bytearray. See `scan.walk`. */
 PyObject *native_walk(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     int64_t start = PyLong_AsLongLong(args[1]), end = PyLong_AsLongLong(args[2]), limit = PyLong_AsLongLong(args[3]);
-    if (PyErr_Occurred())
-        return NULL;
     Py_buffer *view = hold_range(held, args[0], start, end);
-    if (!view)
+    if (PyErr_Occurred())
         return NULL;
     const uint8_t *data = view->buf;
     int64_t count = 0, most = (end - start) / MIN_RECORD_BYTES;
@@ -73,13 +67,11 @@ PyObject *native_walk(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 /* join(buffer, starts, sizes, out): copy the ranges [start, start + size) one after the other. `out` is exactly as long. */
 PyObject *native_join(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
-    Py_buffer *view, *starts, *sizes, *out;
-    if (!(view = hold(held, args[0], 1, -1, false, "buffer")) ||
-        !(starts = hold(held, args[1], 8, -1, false, "starts")) ||
-        !(sizes = hold(held, args[2], 8, starts->len / 8, false, "sizes")) ||
-        !(out = hold(held, args[3], 1, -1, true, "out")))
-        return NULL;
+    Py_buffer *view = hold(held, args[0], 1, -1, false, "buffer"), *starts = hold(held, args[1], 8, -1, false, "starts");
     Py_ssize_t count = starts->len / 8;
+    Py_buffer *sizes = hold(held, args[2], 8, count, false, "sizes"), *out = hold(held, args[3], 1, -1, true, "out");
+    if (PyErr_Occurred())
+        return NULL;
     const int64_t *at = starts->buf, *size = sizes->buf;
     const uint8_t *data = view->buf;
     uint8_t *to = out->buf;
@@ -140,12 +132,10 @@ bool parts_of(const uint8_t *data, int64_t length, int64_t position, Parts *part
 /* measure(buffer, positions, ok, table): `ok` is a bool for each record, `table` as in `note_parts`. See `Headers.parts`. */
 PyObject *native_measure(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
-    Py_buffer *view, *positions, *ok, *table;
-    if (!(view = hold(held, args[0], 1, -1, false, "buffer")) ||
-        !(positions = hold(held, args[1], 8, -1, false, "positions")))
-        return NULL;
+    Py_buffer *view = hold(held, args[0], 1, -1, false, "buffer"), *positions = hold(held, args[1], 8, -1, false, "positions");
     Py_ssize_t count = positions->len / 8;
-    if (!(ok = hold(held, args[2], 1, count, true, "ok")) || !(table = hold(held, args[3], 8, PARTS * count, true, "table")))
+    Py_buffer *ok = hold(held, args[2], 1, count, true, "ok"), *table = hold(held, args[3], 8, PARTS * count, true, "table");
+    if (PyErr_Occurred())
         return NULL;
     const int64_t *at = positions->buf;
     int64_t *row = table->buf;
@@ -196,11 +186,10 @@ static inline bool has_inner(const uint8_t *at, int64_t size)
 /* find_inner(buffer, starts, sizes, out): set `out` (bool) to whether "INNER_" occurs in each range, properties of a record. */
 PyObject *native_find_inner(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
-    Py_buffer *view, *starts, *sizes, *out;
-    if (!(view = hold(held, args[0], 1, -1, false, "buffer")) || !(starts = hold(held, args[1], 8, -1, false, "starts")))
-        return NULL;
+    Py_buffer *view = hold(held, args[0], 1, -1, false, "buffer"), *starts = hold(held, args[1], 8, -1, false, "starts");
     Py_ssize_t count = starts->len / 8, i = 0;
-    if (!(sizes = hold(held, args[2], 8, count, false, "sizes")) || !(out = hold(held, args[3], 1, count, true, "out")))
+    Py_buffer *sizes = hold(held, args[2], 8, count, false, "sizes"), *out = hold(held, args[3], 1, count, true, "out");
+    if (PyErr_Occurred())
         return NULL;
     const int64_t *at = starts->buf, *size = sizes->buf;
     PyThreadState *others = PyEval_SaveThread();
@@ -241,10 +230,8 @@ PyObject *native_record_holds(PyObject *const *args, Py_ssize_t nargs, Buffers *
 {
     int64_t position = PyLong_AsLongLong(args[1]), limit = PyLong_AsLongLong(args[2]);
     int64_t physical_offset = PyLong_AsLongLong(args[3]);
-    if (PyErr_Occurred())
-        return NULL;
     Py_buffer *view = hold(held, args[0], 1, -1, false, "buffer");
-    if (!view)
+    if (PyErr_Occurred())
         return NULL;
     Parts parts;
     int64_t end = limit < view->len ? limit : view->len;
@@ -257,9 +244,8 @@ PyObject *native_record_holds(PyObject *const *args, Py_ssize_t nargs, Buffers *
    has too many pairs to compare them all. */
 PyObject *native_pairs(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
-    Py_buffer *view, *blob_ends;
-    if (!(view = hold(held, args[0], 1, -1, false, "data")) ||
-        !(blob_ends = hold(held, args[1], 8, -1, false, "blob_ends")))
+    Py_buffer *view = hold(held, args[0], 1, -1, false, "data"), *blob_ends = hold(held, args[1], 8, -1, false, "blob_ends");
+    if (PyErr_Occurred())
         return NULL;
     const uint8_t *data = view->buf, *stop = data + view->len;
     const int64_t *closes = blob_ends->buf;

@@ -13,9 +13,8 @@
 
 /* Names of the arguments; the first are those of `Options`. */
 enum { TAG, KEYS, PROPERTIES, UNIQUE_KEY, MESSAGE_GROUP, DELAY, DELIVER_AT, DELAY_LEVEL, FLAG, COMPRESSION, DURABILITY, QUEUE_ID,
-       NAMES };
-static PyObject *option_names[NAMES], *sendable_name, *write_queues_name, *prefix_name, *origin_name,
-    *sequence_name, *sender_name;
+       OPTION_NAMES };
+static PyObject *option_names[OPTION_NAMES];
 #ifdef __APPLE__
 #define PYTHON_MONOTONIC CLOCK_UPTIME_RAW
 #else
@@ -41,22 +40,17 @@ COLLECTED(sender, Sender, OBJECTS)
 int sender_init(void)
 {
     PyDateTime_IMPORT;
-    static const char *const texts[NAMES] = {"tag", "keys", "properties", "unique_key", "message_group", "delay",
+    static const char *const texts[OPTION_NAMES] = {"tag", "keys", "properties", "unique_key", "message_group", "delay",
                                              "deliver_at", "delay_level", "flag", "compressed", "durability", "queue_id"};
-    for (int i = 0; i < NAMES; i++)
+    for (int i = 0; i < OPTION_NAMES; i++)
         if (!(option_names[i] = PyUnicode_InternFromString(texts[i])))
             return -1;
-    return PyDateTimeAPI && (sendable_name = PyUnicode_InternFromString("_sendable")) &&
-           (write_queues_name = PyUnicode_InternFromString("write_queues")) &&
-           (prefix_name = PyUnicode_InternFromString("_prefix")) &&
-           (origin_name = PyUnicode_InternFromString("_origin_ms")) &&
-           (sequence_name = PyUnicode_InternFromString("_sequence")) &&
-           (sender_name = PyUnicode_InternFromString("_sender")) ? PyType_Ready(&SenderType) : -1;
+    return PyDateTimeAPI ? 0 : -1;
 }
 
 /* A message that is being put. */
 typedef struct {
-    PyObject *topic, *body, *given[NAMES];     /* borrowed from the caller */
+    PyObject *topic, *body, *given[OPTION_NAMES]; /* borrowed from the caller */
     bool waits;                                /* for the disk */
     bool from_now;
     double requested_ms;                       /* requested delivery time; -1: at once */
@@ -119,14 +113,14 @@ static bool read_arguments(const Sender *self, PyObject *const *args, Py_ssize_t
     Py_ssize_t count = names ? PyTuple_GET_SIZE(names) : 0;
     for (Py_ssize_t i = 0; i < count; i++) {
         int which = 0;
-        while (which < NAMES && PyTuple_GET_ITEM(names, i) != option_names[which])
+        while (which < OPTION_NAMES && PyTuple_GET_ITEM(names, i) != option_names[which])
             which++;
         PyObject *value = args[nargs + i] == Py_None ? NULL : args[nargs + i];
-        if (which == NAMES || given[which]) /* unknown, given twice, or its name is not the interned string */
+        if (which == OPTION_NAMES || given[which]) /* unknown, given twice, or its name is not the interned string */
             return false;
         if (!value && (which == FLAG || (which == QUEUE_ID && !self->topics))) /* None is not allowed here */
             return false;
-        if (!self->topics && which >= DELAY && which < NAMES && which != FLAG && which != DURABILITY && which != QUEUE_ID)
+        if (!self->topics && which >= DELAY && which != FLAG && which != DURABILITY && which != QUEUE_ID)
             return false; /* an option that only a broker has */
         given[which] = value;
     }
@@ -161,17 +155,16 @@ static int choose_queue(Sender *self, Outgoing *message)
         message->queue_id = wanted ? Py_NewRef(wanted) : PyLong_FromLong(0);
         return message->queue_id ? 1 : -1;
     }
-    PyObject *sendable = PyObject_GetAttr(self->topics, sendable_name);
+    PyObject *sendable = PyObject_GetAttr(self->topics, name__sendable);
     PyObject *config = sendable && PyDict_Check(sendable) ? PyDict_GetItemWithError(sendable, message->topic) : NULL;
     Py_XINCREF(config);
-    PyObject *queues = config ? PyObject_GetAttr(config, write_queues_name) : NULL;
-    int beyond = 0, done = 0;
-    long count = queues && PyLong_CheckExact(queues) ? PyLong_AsLongAndOverflow(queues, &beyond) : 0;
-    if (beyond || count < 1 || (wanted && group)) {
+    PyObject *queues = config ? PyObject_GetAttr(config, name_write_queues) : NULL;
+    long long count, number;
+    int done = 0;
+    if (!number_of(queues, &count) || count < 1 || (wanted && group)) {
         done = 0;
     } else if (wanted) {
-        long id = PyLong_AsLongAndOverflow(wanted, &beyond);
-        if ((done = !beyond && id >= 0 && id < count))
+        if ((done = number_of(wanted, &number) && number >= 0 && number < count))
             message->queue_id = Py_NewRef(wanted);
     } else if (group) {
         PyObject *given[] = {group, queues, self->group_hash};
@@ -179,8 +172,8 @@ static int choose_queue(Sender *self, Outgoing *message)
     } else {
         PyObject *counter = PyDict_GetItemWithError(self->counters, message->topic);
         PyObject *turn = counter && PyIter_Check(counter) ? PyIter_Next(counter) : NULL;
-        if ((done = turn && PyLong_CheckExact(turn)))
-            message->queue_id = PyLong_FromLongLong(PyLong_AsLongLong(turn) % count);
+        if ((done = number_of(turn, &number)))
+            message->queue_id = PyLong_FromLongLong(number % count);
         Py_XDECREF(turn);
     }
     Py_XDECREF(queues);
@@ -189,18 +182,24 @@ static int choose_queue(Sender *self, Outgoing *message)
     return PyErr_Occurred() ? -1 : done;
 }
 
+/* The clock of Python's `monotonic`. */
+static long long monotonic_ns(void)
+{
+    struct timespec now;
+    clock_gettime(PYTHON_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
 /* Make a unique key, like `UniqueKeys.new`; NULL without an exception if that must do it. */
 static PyObject *new_key(PyObject *keys)
 {
-    PyObject *prefix = PyObject_GetAttr(keys, prefix_name), *origin = PyObject_GetAttr(keys, origin_name);
-    PyObject *sequence = PyObject_GetAttr(keys, sequence_name), *key = NULL;
+    PyObject *prefix = PyObject_GetAttr(keys, name__prefix), *origin = PyObject_GetAttr(keys, name__origin_ms);
+    PyObject *sequence = PyObject_GetAttr(keys, name__sequence), *key = NULL;
     char text[UNIQUE_KEY_DIGITS];
     if (prefix && origin && sequence && PyUnicode_Check(prefix) && PyUnicode_IS_COMPACT_ASCII(prefix) &&
         PyUnicode_GET_LENGTH(prefix) == UNIQUE_KEY_DIGITS - 16 && PyIter_Check(sequence)) {
         PyObject *next = PyIter_Next(sequence);
-        struct timespec now;
-        clock_gettime(PYTHON_MONOTONIC, &now);
-        long long seconds = (PyLong_AsLongLong(origin) + now.tv_sec * 1000LL + now.tv_nsec / 1000000) / 1000;
+        long long seconds = (PyLong_AsLongLong(origin) + monotonic_ns() / 1000000) / 1000;
         uint64_t number = (uint64_t)seconds << 32 | (next ? PyLong_AsUnsignedLongLongMask(next) & UINT32_MAX : 0);
         memcpy(text, PyUnicode_DATA(prefix), sizeof text - 16);
         for (int i = 0; i < 16; i++)
@@ -267,29 +266,17 @@ static int add_delay(Sender *self, Outgoing *message)
         return 0;
     if (!message->stored_id)
         return 1;
-    Py_ssize_t size;
-    const char *topic = PyUnicode_AsUTF8AndSize(message->topic, &size);
-    if (!topic)
-        return -1;
-    if (!add(text, "REAL_TOPIC\1", 11) || !add(text, topic, (size_t)size) || !add(text, "\2", 1) ||
+    if (!add_pair(text, "REAL_TOPIC", message->topic, 0) ||
         !add_number(text, "REAL_QID", PyLong_AsLongLong(message->queue_id)))
         return 0;
     if (message->slot_ms >= 0 && message->unique_key == Py_None) {
         Py_SETREF(message->unique_key, new_key(self->keys));
         if (!message->unique_key)
             return PyErr_Occurred() ? -1 : 0;
-        if (!add(text, "UNIQ_KEY\1", 9) || !add(text, PyUnicode_DATA(message->unique_key), UNIQUE_KEY_DIGITS) ||
-            !add(text, "\2", 1))
+        if (!add_pair(text, "UNIQ_KEY", message->unique_key, 0))
             return 0;
     }
     return 1;
-}
-
-static long long monotonic_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
 /* Store a message and do the rest of `LogWriter.put`. 1 with the receipt, 0 if Python must do it, -1 with an exception. */
@@ -409,10 +396,9 @@ static PyObject *sender_append(Sender *self, PyObject *const *args, Py_ssize_t n
         return NULL;
     PyObject *topic = args[0], *body = args[2], *tail = NULL, *unique_key = NULL, *receipt = NULL;
     int32_t flag, sys_flag, times;
-    int beyond = 1;
-    long long born_ms = PyLong_CheckExact(args[6]) ? PyLong_AsLongLongAndOverflow(args[6], &beyond) : 0;
-    if (!PyBytes_CheckExact(body) || PyBytes_GET_SIZE(body) > self->max_body || !PyUnicode_CheckExact(args[3]) || beyond ||
-        !small_integer(args[4], &flag) || !small_integer(args[5], &sys_flag) || !small_integer(args[8], &times) ||
+    long long born_ms;
+    if (!PyBytes_CheckExact(body) || PyBytes_GET_SIZE(body) > self->max_body || !PyUnicode_CheckExact(args[3]) ||
+        !number_of(args[6], &born_ms) || !small_integer(args[4], &flag) || !small_integer(args[5], &sys_flag) || !small_integer(args[8], &times) ||
         !is_host(args[7]) || self->flushes || sys_flag & (TRANSACTION_MASK | INNER_BATCH))
         Py_RETURN_NONE;
     Py_ssize_t size;
@@ -458,13 +444,10 @@ static PyObject *sender_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         return PyErr_Format(PyExc_TypeError, "a sender with topics needs all arguments of a broker");
     Sender *self = (Sender *)type->tp_alloc(type, 0);
     if (self) {
-#define TAKE(member) self->member = Py_XNewRef(given.member);
+        given.ob_base = self->ob_base;
+        *self = given;
+#define TAKE(member) Py_XINCREF(self->member);
         OBJECTS(TAKE)
-        self->max_body = given.max_body;
-        self->flushes = given.flushes;
-        self->levels = given.levels;
-        self->max_delay_ms = given.max_delay_ms;
-        self->precision_ms = given.precision_ms;
     }
     return (PyObject *)self;
 }
@@ -529,7 +512,7 @@ static PyObject *method_get(PyObject *method, PyObject *object, PyObject *type)
 /* __set_name__(class, name): find the slot `_sender` of the class. */
 static PyObject *method_set_name(PyObject *method, PyObject *const *args, Py_ssize_t nargs)
 {
-    PyObject *slot = has_arguments("__set_name__", nargs, 2) ? PyObject_GetAttr(args[0], sender_name) : NULL;
+    PyObject *slot = has_arguments("__set_name__", nargs, 2) ? PyObject_GetAttr(args[0], name__sender) : NULL;
     if (!slot)
         return NULL;
     if (!Py_IS_TYPE(slot, &PyMemberDescr_Type) || ((PyMemberDescrObject *)slot)->d_member->type != T_OBJECT_EX ||

@@ -30,7 +30,7 @@ static bool is_key(const Keys *keys, int64_t number, int64_t at, int64_t size)
 }
 
 /* Return the number of a key, a new number for a new key; -1 without memory. There is room for `limit` of them. */
-static int64_t number_of(Keys *keys, int64_t at, int64_t size, int64_t limit)
+static int64_t number_of_key(Keys *keys, int64_t at, int64_t size, int64_t limit)
 {
     if (keys->count && is_key(keys, keys->last, at, size))
         return keys->last;
@@ -78,10 +78,8 @@ static int64_t meet(const uint8_t *data, int64_t length, int64_t from)
 PyObject *native_meet(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     int64_t at = PyLong_AsLongLong(args[1]), end = PyLong_AsLongLong(args[2]);
-    if (PyErr_Occurred())
-        return NULL;
     Py_buffer *view = hold_range(held, args[0], at, end);
-    if (!view)
+    if (PyErr_Occurred())
         return NULL;
     PyThreadState *others = PyEval_SaveThread();
     while (at < end)
@@ -114,14 +112,12 @@ PyObject *native_sweep(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
     int64_t at = PyLong_AsLongLong(args[1]), stop = PyLong_AsLongLong(args[2]), base = PyLong_AsLongLong(args[3]);
     int64_t limit = PyLong_AsLongLong(args[4]), populated = PyLong_AsLongLong(args[6]), segment = PyLong_AsLongLong(args[9]);
     long checksums = PyLong_AsLong(args[5]);
+    Py_buffer *view = hold(held, args[0], 1, -1, false, "buffer"), *longs = hold(held, args[7], 8, -1, true, "longs");
+    const int64_t room = longs->len / 8 / LONG_ROWS;
+    Py_buffer *ints = hold(held, args[8], 4, INT_ROWS * room, true, "ints");
+    Keys topics = {0};
     if (PyErr_Occurred())
         return NULL;
-    Py_buffer *view, *longs, *ints;
-    Keys topics = {0};
-    if (!(view = hold(held, args[0], 1, -1, false, "buffer")) || !(longs = hold(held, args[7], 8, -1, true, "longs")) ||
-        !(ints = hold(held, args[8], 4, INT_ROWS * (longs->len / 8 / LONG_ROWS), true, "ints")))
-        return NULL;
-    const int64_t room = longs->len / 8 / LONG_ROWS;
     if (at < 0 || at > stop || stop > view->len || limit < 0 || limit > room || limit > INT32_MAX)
         return PyErr_Format(PyExc_ValueError, "%lld records of %lld..%lld are not within a buffer of %zd bytes, or tables of %lld records",
                      (long long)limit, (long long)at, (long long)stop, view->len, (long long)room);
@@ -167,7 +163,7 @@ PyObject *native_sweep(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
                 break;
             }
             uint32_t flags = get32(record[i] + SYS_FLAG_AT);
-            int64_t topic = number_of(&topics, p->topic, p->topic_size, limit);
+            int64_t topic = number_of_key(&topics, p->topic, p->topic_size, limit);
             if (topic < 0) {
                 full = true;
                 more = false;
@@ -302,19 +298,19 @@ PyObject *native_list(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
     if (PyErr_Occurred())
         return NULL;
     PyObject *result = NULL;
-    Py_buffer *view, *longs, *ints, *prefixes, *out, *units, *has_unit;
     Keys queues = {0};
     Entries entries = {0};
     Order *order = NULL;
     if (count < 0 || count > limit || limit > INT32_MAX)
         return PyErr_Format(PyExc_ValueError, "%lld records of %lld", (long long)count, (long long)limit);
-    if (!(view = hold(held, args[0], 1, -1, false, "buffer")) ||
-        !(longs = hold(held, args[4], 8, LONG_ROWS * limit, false, "longs")) ||
-        !(ints = hold(held, args[5], 4, INT_ROWS * limit, false, "ints")) ||
-        !(prefixes = hold(held, args[6], 4, -1, false, "prefixes")) ||
-        !(out = hold(held, args[7], 8, LISTED_ROWS * limit, true, "out")) ||
-        !(has_unit = hold(held, args[8], 1, count, true, "has_unit")) ||
-        !(units = hold(held, args[9], 1, UNIT_BYTES * count, true, "units")))
+    Py_buffer *view = hold(held, args[0], 1, -1, false, "buffer");
+    Py_buffer *longs = hold(held, args[4], 8, LONG_ROWS * limit, false, "longs");
+    Py_buffer *ints = hold(held, args[5], 4, INT_ROWS * limit, false, "ints");
+    Py_buffer *prefixes = hold(held, args[6], 4, -1, false, "prefixes");
+    Py_buffer *out = hold(held, args[7], 8, LISTED_ROWS * limit, true, "out");
+    Py_buffer *has_unit = hold(held, args[8], 1, count, true, "has_unit");
+    Py_buffer *units = hold(held, args[9], 1, UNIT_BYTES * count, true, "units");
+    if (PyErr_Occurred())
         return NULL;
     const uint8_t *data = view->buf;
     const int64_t *l = longs->buf;
@@ -378,7 +374,7 @@ PyObject *native_list(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
         if (listed[i]) {
             int64_t before_it = queues.count, number;
             key[i] = topic << 32 | (uint32_t)n[QUEUE_ID * limit + i];
-            number = queue_of_row[i] = number_of(&queues, i * (int64_t)sizeof *key, sizeof *key, count);
+            number = queue_of_row[i] = number_of_key(&queues, i * (int64_t)sizeof *key, sizeof *key, count);
             full = number < 0;
             if (!full)
                 sizes[number] = queues.count > before_it ? 1 : sizes[number] + 1;
