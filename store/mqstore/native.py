@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 
 _Put = TypeVar("_Put", bound=Callable[..., Any])
 
-_VERSION = 44
+_VERSION = 45
 """Version of the functions' parameters and results. A module built from older sources is not used."""
 
 

@@ -13,7 +13,7 @@
 #include "table.h"
 
 /* Incremented with every change of a function's arguments or result; store/mqstore/native.py has the same number. */
-#define NATIVE_VERSION 44
+#define NATIVE_VERSION 45
 
 #if !defined(__GNUC__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || !defined(__LP64__)
 #error "built by GCC or Clang, for processors with 64 bits that are little-endian; elsewhere mqstore runs on Python and numpy"
@@ -180,7 +180,7 @@ static inline void fetch_at(const uint8_t *data, int64_t length, int64_t at, int
 enum { ANY = -1 };
 #define FUNCTIONS(F) \
     F(crc32c, ANY) F(crc32c_by_table, 1) F(sweep, 10) F(lay, 3) F(meet, 3) F(list, 10) F(walk, 4) F(join, 4) \
-    F(measure, 4) F(pairs, 2) F(find_inner, 4) F(record_holds, 4) F(read_at, 3) F(lengths, 1) F(encode, 8) F(restore, 6) \
+    F(measure, 4) F(pairs, 2) F(record_holds, 4) F(read_at, 3) F(lengths, 1) F(encode, 8) F(restore, 6) \
     F(identify, 3) F(copy_parts, 9) F(message_parts, 10) F(renumber, 5) F(put_entries, 6) F(read_units, 12) F(tagged, 2) \
     F(check_units, 12) F(frames, 8) F(frame_head, 8) F(records_of, 1) F(json_lines, 5) F(fence, 0)
 #define DECLARED(name, count) PyObject *native_##name(PyObject *const *, Py_ssize_t, Buffers *);

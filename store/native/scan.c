@@ -183,24 +183,6 @@ static inline bool has_inner(const uint8_t *at, int64_t size)
     return false;
 }
 
-/* find_inner(buffer, starts, sizes, out): set `out` (bool) to whether "INNER_" occurs in each range, properties of a record. */
-PyObject *native_find_inner(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
-{
-    Py_buffer *view = hold(held, args[0], 1, -1, false, "buffer"), *starts = hold(held, args[1], 8, -1, false, "starts");
-    Py_ssize_t count = starts->len / 8, i = 0;
-    Py_buffer *sizes = hold(held, args[2], 8, count, false, "sizes"), *out = hold(held, args[3], 1, count, true, "out");
-    if (PyErr_Occurred())
-        return NULL;
-    const int64_t *at = starts->buf, *size = sizes->buf;
-    PyThreadState *others = PyEval_SaveThread();
-    for (; i < count && at[i] >= 0 && size[i] >= 0 && at[i] <= view->len && size[i] <= view->len - at[i]; i++)
-        ((uint8_t *)out->buf)[i] = has_inner((const uint8_t *)view->buf + at[i], size[i]);
-    PyEval_RestoreThread(others);
-    if (i < count)
-        return PyErr_Format(PyExc_IndexError, "%lld bytes at %lld of %zd", (long long)size[i], (long long)at[i], view->len);
-    Py_RETURN_NONE;
-}
-
 /* Return the size of a record that is sound: its lengths add up, and its CRC-32C over the whole matches (not compared without
    `checksum`). 0 for all others, and for rare kinds that Python checks: records of the schedule topic with an odd DELAY, or with
    a property INNER_..., which need readable numbers, or with something like a CRC tail. */
