@@ -279,7 +279,6 @@ typedef struct {
    underscore are left to Python, too. */
 bool add_options(Text *to, const Options *options, PyObject *reserved);
 bool add(Text *to, const char *from, size_t size);
-bool add_pair(Text *to, const char *name, PyObject *value, char forbidden);
 /* Read the number in `object`; false, without an exception, if it is not an int of 64 bits. NULL is not one. */
 bool number_of(PyObject *object, long long *number);
 /* Return true if the value is an int of 32 bits, and not of a subclass. */

@@ -58,7 +58,7 @@ static bool add_text(Text *to, PyObject *text, char forbidden)
     return visible && add(to, utf8, (size_t)size);
 }
 
-bool add_pair(Text *to, const char *name, PyObject *value, char forbidden)
+static bool add_pair(Text *to, const char *name, PyObject *value, char forbidden)
 {
     return add(to, name, strlen(name)) && add(to, "\1", 1) && add_text(to, value, forbidden) && add(to, "\2", 1);
 }

@@ -12,8 +12,8 @@ Py_buffer *hold(Buffers *held, PyObject *object, Py_ssize_t width, Py_ssize_t co
     if (PyErr_Occurred() || PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0)) < 0)
         return &none;
     held->count++;
-    bool aligned = !view->len || (uintptr_t)view->buf % (uintptr_t)width == 0;
-    if (!aligned || view->len % width || (count >= 0 && view->len / width != count)) {
+    uintptr_t both = (uintptr_t)view->buf | (uintptr_t)view->len; /* a width is a power of two */
+    if ((view->len && both & (uintptr_t)(width - 1)) || (count >= 0 && view->len != count * width)) {
         PyErr_Format(PyExc_ValueError, "%s: expected %zd items of %zd bytes, got %zd bytes", name, count, width, view->len);
         return &none;
     }

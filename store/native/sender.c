@@ -266,14 +266,19 @@ static int add_delay(Sender *self, Outgoing *message)
         return 0;
     if (!message->stored_id)
         return 1;
-    if (!add_pair(text, "REAL_TOPIC", message->topic, 0) ||
+    Py_ssize_t size;
+    const char *topic = PyUnicode_AsUTF8AndSize(message->topic, &size);
+    if (!topic)
+        return -1;
+    if (!add(text, "REAL_TOPIC\1", 11) || !add(text, topic, (size_t)size) || !add(text, "\2", 1) ||
         !add_number(text, "REAL_QID", PyLong_AsLongLong(message->queue_id)))
         return 0;
     if (message->slot_ms >= 0 && message->unique_key == Py_None) {
         Py_SETREF(message->unique_key, new_key(self->keys));
         if (!message->unique_key)
             return PyErr_Occurred() ? -1 : 0;
-        if (!add_pair(text, "UNIQ_KEY", message->unique_key, 0))
+        if (!add(text, "UNIQ_KEY\1", 9) || !add(text, PyUnicode_DATA(message->unique_key), UNIQUE_KEY_DIGITS) ||
+            !add(text, "\2", 1))
             return 0;
     }
     return 1;
