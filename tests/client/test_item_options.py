@@ -109,11 +109,13 @@ def test_prefetched_item_expires_too(doors: Doors, ordered: bool) -> None:
 @BOTH
 def test_item_that_was_delivered_once_does_not_expire(doors: Doors, ordered: bool) -> None:
     queue = doors.queue(ordered=ordered, retry=RetryPolicy(5, [1]))
-    queue.put(b"x", expires=10)
+    queue.put(b"x", expires=10, properties={"mine": "1"})
     queue.get(block=False).nack(20)
     doors.advance(21)
     task = queue.get(block=False)
     assert (task.value, task.attempt) == (b"x", 2)
+    assert dict(task.message.properties) == {"mine": "1"}
+    assert "mqstore_expires_ms" in task.message.system_properties
 
 
 def test_delayed_item_expires_by_its_own_time(doors: Doors) -> None:

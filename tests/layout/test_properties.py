@@ -17,7 +17,7 @@ from mqstore.layout.properties import (
 )
 from tests.records import encode_crc_tail
 
-# The table of format#property-names, spelled again, and two names of ours.
+# The table of format#property-names, spelled again, and names of ours.
 # fmt: off
 SECTION_3 = [
     "KEYS", "TAGS", "UNIQ_KEY", "WAIT", "DELAY", "REAL_TOPIC", "REAL_QID", "RETRY_TOPIC", "RECONSUME_TIME",
@@ -30,7 +30,7 @@ SECTION_3 = [
     "TRACE_CONTEXT", "CLUSTER", "MSG_TYPE", "INSTANCE_ID", "BUYER_ID", "EXTEND_UNIQ_INFO", "__BORNHOST",
     "BORN_TIMESTAMP", "CORRELATION_ID", "REPLY_TO_CLIENT", "TTL", "ARRIVE_TIME", "PUSH_REPLY_TIME", "TRANSFER_FLAG",
     "CORRECTION_FLAG", "MQ2_FLAG", "REDIRECT", "PROPERTY_FORWARD_QUEUE_ID", "dlq_reason",
-    "mqstore_retry_reason",
+    "mqstore_retry_reason", "mqstore_expires_ms",
 ]
 # fmt: on
 
@@ -63,6 +63,8 @@ def test_reserved_names_are_those_of_section_3() -> None:
     [
         ("KEYS", True),
         ("keys", False),
+        ("mqstore_retry_reason", True),
+        ("mqstore_expires_ms", False),
         ("__RMQ.TRANSIENT.TOPIC_SYS_FLAG", True),
         ("__RMQ.OTHER", False),
         ("colour", False),

@@ -94,7 +94,7 @@ _NAME_END, _PAIR_END, _NOTHING = (pa.scalar(each, pa.binary()) for each in (b"\x
 
 _HEADERS: Final = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 _MADE_FOR: Final = ", ".join(f"{each.property}: {name}" for name, each in INPUTS.items() if each.property)
-_RESERVED: Final = pa.array(sorted(props.RESERVED))
+_RESERVED: Final = pa.array(sorted(props.REFUSED))
 
 
 class Encoder:

@@ -53,9 +53,11 @@ TIMER_DEQUEUE_MS: Final = "TIMER_DEQUEUE_MS"
 TIMER_ROLL_TIMES: Final = "TIMER_ROLL_TIMES"
 TIMER_DEL_UNIQKEY: Final = "TIMER_DEL_UNIQKEY"
 TIMER_DELAY_LEVEL: Final = "TIMER_DELAY_LEVEL"
-# These names are ours: why a message was dead-lettered, or is redelivered.
+# These names are ours: why a message was dead-lettered, or is redelivered, and the wall-clock time from which it is not
+# delivered for the first time.
 DLQ_REASON: Final = "dlq_reason"
 RETRY_REASON: Final = "mqstore_retry_reason"
+EXPIRES_MS: Final = "mqstore_expires_ms"
 
 _OTHERS: Final = (
     "MIN_OFFSET MAX_OFFSET CONSUME_START_TIME POP_CK_OFFSET DUP_INFO MSG_REGION TRACE_ON TRACE_CONTEXT CLUSTER "
@@ -69,13 +71,16 @@ RESERVED: Final = frozenset(_OTHERS.split()).union(
 )
 """All names above."""
 
+REFUSED: Final = RESERVED - {EXPIRES_MS}
+"""Names that no put accepts as a property. EXPIRES_MS comes to a put as one, also from a remote client."""
+
 # Properties with this prefix belong to a request and must not be stored.
 TRANSIENT_PREFIX: Final = "__RMQ.TRANSIENT."
 
 
 def is_reserved(name: str) -> bool:
-    """Return True for a name that no user property may have: reserved, or with `TRANSIENT_PREFIX`."""
-    return name in RESERVED or name.startswith(TRANSIENT_PREFIX)
+    """Return True for a name that no put accepts as a property: in `REFUSED`, or with `TRANSIENT_PREFIX`."""
+    return name in REFUSED or name.startswith(TRANSIENT_PREFIX)
 
 
 def user_properties(stored: Mapping[str, str]) -> dict[str, str]:

@@ -39,7 +39,7 @@ from mqstore.errors import FormatError, InvalidMessageError, MQStoreError
 from mqstore.layout.consumequeue import UNIT
 from mqstore.layout.jsontext import decode
 from mqstore.layout.messageid import is_message_id
-from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, REAL_TOPIC, RETRY_TOPIC, TIMER_DEL_UNIQKEY, UNIQ_KEY
+from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, EXPIRES_MS, REAL_TOPIC, RETRY_TOPIC, TIMER_DEL_UNIQKEY, UNIQ_KEY
 from mqstore.layout.record import TRANSACTION_COMMIT, TRANSACTION_MASK
 from mqstore.log.message import Message
 from mqstore.log.reading.directory import StoreFiles
@@ -246,7 +246,7 @@ class Histories:
         elif topic == names.HALF_TOPIC:
             event, reason = "prepared", self._half(message)
         else:
-            until_ms = number(properties.get(names.EXPIRES_MS))
+            until_ms = number(properties.get(EXPIRES_MS))
         return Event(at_ms, event, group, topic, message.queue_id, message.offset, attempt, until_ms, "", reason)
 
     def _dispatched(self, message: Message) -> str:
@@ -394,7 +394,7 @@ class _Deliveries:
                         )
                         self._add(place, at_ms, "reset", reason=reason)
                     elif place.offset in named and self._is_new(place, SKIP):
-                        expires_ms = number(self._copies[place[1:]]._stored_property(names.EXPIRES_MS)) or _NEVER_MS
+                        expires_ms = number(self._copies[place[1:]]._stored_property(EXPIRES_MS)) or _NEVER_MS
                         self._add(place, at_ms, "expired" if at_ms is None or expires_ms <= at_ms else "cancelled")
             else:
                 for place in self._batches.get(value["k"], ()):

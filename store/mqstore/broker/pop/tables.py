@@ -27,8 +27,9 @@ from mqstore.broker.reads.waiting import Waiter, Waiters
 from mqstore.broker.redelivery.attempt_journal import Address, AttemptJournal
 from mqstore.broker.redelivery.reason import PROCESS_ENDED, Reason
 from mqstore.broker.redelivery.retry import origin_topic
-from mqstore.broker.tables.names import DEAD_LETTER, EXPIRES_MS, QueueKey
+from mqstore.broker.tables.names import DEAD_LETTER, QueueKey
 from mqstore.errors import MQStoreError
+from mqstore.layout.properties import EXPIRES_MS
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.writing.log_tail import LogTail, QueueTail

@@ -31,7 +31,6 @@ from mqstore.broker.background.context import Parts
 from mqstore.broker.delay.route import TIMER_MARKS
 from mqstore.broker.redelivery.reason import set_reason
 from mqstore.broker.tables.names import (
-    EXPIRES_MS,
     QueueKey,
     dlq_topic,
     is_retry_topic,
@@ -47,6 +46,7 @@ from mqstore.layout.properties import (
     DLQ_ORIGIN_MESSAGE_ID,
     DLQ_ORIGIN_TOPIC,
     DLQ_REASON,
+    EXPIRES_MS,
     FIRST_POP_TIME,
     MAX_PROPERTIES_BYTES,
     ORIGIN_MESSAGE_ID,

@@ -56,8 +56,6 @@ _ESCAPED = [chr(byte) if _PLAIN_NAME.fullmatch(chr(byte)) else f"|{byte:02x}" fo
 _ESCAPE = re.compile(rb"\|([0-9a-f]{2})")
 _INVISIBLE = re.compile(r"[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """Control characters, separators of lines, and halves of characters, which have no UTF-8."""
-EXPIRES_MS: Final = "mqstore_expires_ms"
-"""Property: wall-clock time from which a message is not delivered, unless it was before."""
 EXPIRY, DROP, DEAD_LETTER = "mqstore.expiry", "drop", "dead-letter"
 """Attribute of a topic with messages that may expire, and its values for expired ones."""
 KEPT_NAMES: Final = "mqstore.names"

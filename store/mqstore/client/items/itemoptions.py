@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any, Final, TypedDict, cast
 
-from mqstore.broker.tables.names import EXPIRES_MS, EXPIRY, unique_word
+from mqstore.broker.tables.names import EXPIRY, unique_word
 from mqstore.broker.tables.priorities import priority_queue
 from mqstore.contract import BrokerContract, SendOptions
 from mqstore.errors import InvalidMessageError
+from mqstore.layout.properties import EXPIRES_MS
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.reading.reader import to_ms
 from mqstore.log.writing.outgoing import checked_pairs, no_such_option

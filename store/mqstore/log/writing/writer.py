@@ -21,7 +21,7 @@ from mqstore.errors import FormatError, InvalidMessageError, MQStoreError
 from mqstore.layout.arrays.dispatch import SCHEDULE_TOPIC
 from mqstore.layout.arrays.encode import lengths_of
 from mqstore.layout.hosts import encode_host
-from mqstore.layout.properties import MAX_PROPERTIES_BYTES, RESERVED, UNIQ_KEY, decode_properties, encode_properties
+from mqstore.layout.properties import MAX_PROPERTIES_BYTES, REFUSED, UNIQ_KEY, decode_properties, encode_properties
 from mqstore.layout.record import BLANK_BYTES, INNER_BATCH, MAGIC_V1, MAGIC_V2, MAX_TOPIC_BYTES_V1, unreadable_number
 from mqstore.log.commitlog import ALLOWANCE, ORDINARY, CommitLog, Fields, SendReceipt, SendReceipts
 from mqstore.log.derived.consumequeue import ConsumeQueue
@@ -297,7 +297,7 @@ class LogWriter:
             finish=self._put_encoded,
             after=self._after_stored,
             note=self._note_put,
-            reserved=RESERVED,
+            reserved=REFUSED,
             max_body=self.max_body,
             flushes=self.syncs.by_default,
             **more,
@@ -381,7 +381,7 @@ class LogWriter:
             flat, tails, flags = [], [], []
             while (at := len(flat)) < len(items):
                 if kernel is not None and kernel.message_parts(
-                    items, at, topic, queue.plain_tail, SLOTS, RESERVED, flat, tails, flags, unique
+                    items, at, topic, queue.plain_tail, SLOTS, REFUSED, flat, tails, flags, unique
                 ):
                     continue  # compiled code has handled some ordinary ones
                 item, tail, flag = items[at], queue.plain_tail, 0
