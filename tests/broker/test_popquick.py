@@ -639,7 +639,9 @@ def test_compiled_code_selects_the_queue_of_python(
 
 
 PROPERTIES = st.dictionaries(
-    st.sampled_from(["mine", "DELAY", "DELAYED", "TIMER_OUT_MS", "1ST_POP_TIME", "UNIQ_KEY", "TAGS"]),
+    st.sampled_from(
+        ["mine", "DELAY", "DELAYED", "TIMER_OUT_MS", "TIMER_MINE", "1ST_POP_TIME", "POP_CK", "UNIQ_KEY", "TAGS"]
+    ),
     st.sampled_from(["1", "é", "x" * 30]),
 )
 

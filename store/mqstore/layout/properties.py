@@ -92,6 +92,30 @@ def user_properties(stored: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in stored.items() if not is_reserved(name)}
 
 
+# --- copies of a failed message (delivery#send-back) ------------------------------------------------------------------
+#
+#     copy                          lacks, besides those above           made by
+#     retry of a popped message     DELAY, TIMER_*, POP_CK, the reason   broker/pop/unordered.py
+#     other retry, dead letter      1ST_POP_TIME, EXPIRES_MS             broker/redelivery/retry.py
+#     replayed dead letter          marks of its failures                broker/redelivery/dead_letters.py
+
+NOT_REDELIVERED: Final = frozenset({DELAY, POP_CK, RETRY_REASON, *(name for name in RESERVED if name[:6] == "TIMER_")})
+"""Properties of a delay and a delivery that are over.
+A copy that kept those of a delay would be delayed once more, or (TIMER_OUT_MS) never again."""
+NOT_RETRIED: Final = NOT_REDELIVERED | {FIRST_POP_TIME, EXPIRES_MS}
+"""With FIRST_POP_TIME a dead letter would be replayed to a group that pops, with EXPIRES_MS it would expire then."""
+NOT_REPLAYED: Final = NOT_RETRIED | {
+    *(DLQ_ORIGIN_MESSAGE_ID, DLQ_ORIGIN_TOPIC, DLQ_REASON, MAX_RECONSUME_TIMES),
+    *(REAL_QID, REAL_TOPIC, RECONSUME_TIME, RETRY_TOPIC, WAIT),
+}
+"""A replayed dead letter keeps UNIQ_KEY and ORIGIN_MESSAGE_ID, since it is still the same message."""
+
+
+def kept(stored: Mapping[str, str], without: frozenset[str]) -> dict[str, str]:
+    """Return the properties of a message that a copy keeps, `without` one of the sets above."""
+    return {name: value for name, value in stored.items() if name not in without}
+
+
 # --- bytes (format#properties) ----------------------------------------------------------------------------------------
 
 NAME_END: Final = b"\x01"

@@ -52,8 +52,6 @@ from mqstore.layout.properties import (
     TIMER_DELAY_MS,
     TIMER_DELAY_SEC,
     TIMER_DELIVER_MS,
-    TIMER_DEQUEUE_MS,
-    TIMER_ENQUEUE_MS,
     TIMER_OUT_MS,
     TIMER_ROLL_TIMES,
     UNIQ_KEY,
@@ -81,9 +79,6 @@ _LEVEL_MARKS = frozenset(name.encode() for name in LEVEL_MARKS)
 _RELATIVE_NAMES = frozenset({TIMER_DELAY_MS, TIMER_DELAY_SEC})
 TIMER_NAMES = _RELATIVE_NAMES | {TIMER_DELIVER_MS}
 """Properties that ask for a delay by the timer."""
-TIMER_MARKS = TIMER_NAMES | LEVEL_MARKS | {TIMER_ENQUEUE_MS, TIMER_DEQUEUE_MS}
-"""Properties of a delay that is over.
-A copy that kept them would be delayed once more, or (TIMER_OUT_MS) never again."""
 _NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
 _REMOVED = frozenset(name.encode() for name in (DELAY, TIMER_DELIVER_MS, TIMER_DELAY_SEC, TIMER_DELAY_MS, WAIT, CRC32))

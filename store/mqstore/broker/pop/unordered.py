@@ -29,13 +29,14 @@ from mqstore.broker.tables.names import QueueKey, pop_retry_topic
 from mqstore.broker.tables.priorities import retry_queue
 from mqstore.errors import InvalidMessageError, InvalidReceiptError
 from mqstore.layout.properties import (
-    DELAY,
     FIRST_POP_TIME,
     NAME_END,
+    NOT_REDELIVERED,
     PAIR_END,
     RETRY_REASON,
     TIMER_DELIVER_MS,
     encode_properties,
+    kept,
 )
 from mqstore.log.message import Message, stored_bytes
 from mqstore.log.writing.outgoing import Copy
@@ -45,8 +46,10 @@ from mqstore.options import milliseconds
 
 _COPIES = 256
 """Maximum number of messages that are copied together: some two milliseconds. More together are not faster."""
-_CHANGED = (*(name.encode() + NAME_END for name in (FIRST_POP_TIME, DELAY, RETRY_REASON)), b"TIMER_")
-"""Beginnings of the properties that a copy changes."""
+_CHANGED = tuple(
+    {b"TIMER_" if name[:6] == "TIMER_" else name.encode() + NAME_END for name in {FIRST_POP_TIME, *NOT_REDELIVERED}}
+)
+"""Beginnings of the properties that a copy drops or sets."""
 _CHUNK = 64
 """Maximum number of batches redelivered at once. This limits how long the queue is locked."""
 _BACKOFF_MIN_MS, _BACKOFF_MAX_MS = 1_000, 60_000
@@ -518,9 +521,7 @@ def _text(state: QueueState, batch: Batch, offset: int) -> str:
 
 
 def _retry_properties(message: Message, batch: Batch, state: QueueState) -> dict[str, str]:
-    properties = message.stored_properties()
-    for name in [name for name in properties if name == DELAY or name.startswith("TIMER_")]:
-        del properties[name]  # else the copy would be delayed again
+    properties = kept(message.stored_properties(), NOT_REDELIVERED)
     properties.setdefault(FIRST_POP_TIME, str(batch.pop_time_ms))
     set_reason(properties, RETRY_REASON, _text(state, batch, message.offset))
     return properties

@@ -32,7 +32,6 @@ from typing import Final
 
 from mqstore.broker.background.context import Parts, Tables, messages_of
 from mqstore.broker.background.service import BackgroundService
-from mqstore.broker.delay.route import TIMER_MARKS
 from mqstore.broker.routing.selection import RoundRobin, group_queue
 from mqstore.broker.tables.names import (
     DLQ_PREFIX,
@@ -51,40 +50,11 @@ from mqstore.broker.tables.priorities import letter_priority
 from mqstore.broker.tables.topics import TopicConfig
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, ReadOnlyStoreError
 from mqstore.files.lock import refusal_to_reader
-from mqstore.layout.properties import (
-    DELAY,
-    DLQ_ORIGIN_MESSAGE_ID,
-    DLQ_ORIGIN_TOPIC,
-    DLQ_REASON,
-    FIRST_POP_TIME,
-    MAX_RECONSUME_TIMES,
-    REAL_QID,
-    REAL_TOPIC,
-    RECONSUME_TIME,
-    RETRY_TOPIC,
-    SHARDINGKEY,
-    WAIT,
-)
+from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, FIRST_POP_TIME, NOT_REPLAYED, RETRY_TOPIC, SHARDINGKEY, kept
 from mqstore.log.message import Message
 from mqstore.logger import log as _log
 from mqstore.options import milliseconds
 
-_MARKS: Final = (
-    *TIMER_MARKS,
-    DELAY,
-    DLQ_ORIGIN_MESSAGE_ID,
-    DLQ_ORIGIN_TOPIC,
-    DLQ_REASON,
-    FIRST_POP_TIME,
-    MAX_RECONSUME_TIMES,
-    REAL_QID,
-    REAL_TOPIC,
-    RECONSUME_TIME,
-    RETRY_TOPIC,
-    WAIT,
-)
-"""Properties from failures and delays, which are removed from a replayed message.
-It keeps UNIQ_KEY and ORIGIN_MESSAGE_ID, since it is still the same message."""
 _PAGE: Final = 256
 """Number of dead letters copied before the start moves. A crash or an error can make a replay repeat this many."""
 _QUEUE: Final = 0
@@ -304,10 +274,8 @@ class DeadLetters:
         self._tables.router.copy(message, config.name, queue_id, properties, reconsume_times=0, durability="append")
 
     def _placed(self, message: Message, config: TopicConfig) -> tuple[int, dict[str, str]]:
-        properties = message.stored_properties()
-        shown = properties.get(RETRY_TOPIC) or properties.get(DLQ_ORIGIN_TOPIC)
-        for name in _MARKS:
-            properties.pop(name, None)
+        stored = message.stored_properties()
+        properties, shown = kept(stored, NOT_REPLAYED), stored.get(RETRY_TOPIC) or stored.get(DLQ_ORIGIN_TOPIC)
         if shown is not None and is_retry_topic(config.name):
             properties[RETRY_TOPIC] = shown  # consumers see this topic instead of the retry topic
         group = properties.get(SHARDINGKEY)

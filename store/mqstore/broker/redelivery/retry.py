@@ -28,7 +28,6 @@ from functools import partial
 from typing import Final
 
 from mqstore.broker.background.context import Parts
-from mqstore.broker.delay.route import TIMER_MARKS
 from mqstore.broker.redelivery.reason import set_reason
 from mqstore.broker.tables.names import (
     QueueKey,
@@ -46,17 +45,17 @@ from mqstore.layout.properties import (
     DLQ_ORIGIN_MESSAGE_ID,
     DLQ_ORIGIN_TOPIC,
     DLQ_REASON,
-    EXPIRES_MS,
     FIRST_POP_TIME,
     MAX_PROPERTIES_BYTES,
+    NOT_RETRIED,
     ORIGIN_MESSAGE_ID,
-    POP_CK,
     REAL_QID,
     REAL_TOPIC,
     RETRY_REASON,
     RETRY_TOPIC,
     TIMER_DELAY_MS,
     WAIT,
+    kept,
 )
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
@@ -113,17 +112,18 @@ class Retries:
         message = parts.store.at(physical_offset)
         limit = config.retry_max_times if max_reconsume is None else max_reconsume
         times = _next(message.reconsume_times) if attempts is None else attempts
+        properties = failed_properties(message, group) | {WAIT: "false"}
+        key = f"{properties[RETRY_TOPIC]}@{group}"
 
         def give_up(reason: str) -> SendReceipt:
             receipt = self.dead_letter(message, group, reason, reconsume_times=times, durability=durability)
-            parts.statistics.add("SNDBCK2DLQ_TIMES", _key(message, group))
+            parts.statistics.add("SNDBCK2DLQ_TIMES", key)
             return receipt
 
         if delay_level < 0 or times > limit or config.retry_queues <= 0:
             return give_up(reason or _why(delay_level, times, limit))
         topic = retry_topic(group)
         queue_id = self._ensured_queue(topic, config.retry_queues)
-        properties = self._marked(message, group, None)
         if delay_level == 0 and delay_ms is None:
             delay_ms = min(config.retry_policy._next_delay_ms(times - 1), self._max_delay_ms)
         self._delay(properties, delay_level, delay_ms)
@@ -137,7 +137,7 @@ class Retries:
         except InvalidMessageError as error:
             # A later try would fail, too, because the properties leave no room for those of a retry.
             return give_up(f"cannot be retried: {error}")
-        parts.statistics.add("SNDBCK_PUT_NUMS", _key(message, group))
+        parts.statistics.add("SNDBCK_PUT_NUMS", key)
         return receipt
 
     def dead_letter(
@@ -160,15 +160,15 @@ class Retries:
         topic is not writable, and the errors of a put."""
         topic = dlq_topic(group)
         queue_id = self._ensured_queue(topic, 1)
-        properties = self._marked(message, group, origin_topic)
-        came_from = properties[DLQ_ORIGIN_TOPIC] = origin_topic or properties[RETRY_TOPIC]
-        properties[DLQ_ORIGIN_MESSAGE_ID] = properties[ORIGIN_MESSAGE_ID]
+        properties = failed_properties(message, group, origin_topic)
+        came_from = origin_topic or properties[RETRY_TOPIC]
+        properties |= {DLQ_ORIGIN_TOPIC: came_from, DLQ_ORIGIN_MESSAGE_ID: properties[ORIGIN_MESSAGE_ID]}
         set_reason(properties, DLQ_REASON, reason)
         if origin_topic is not None:
             first = message._stored_property(FIRST_POP_TIME)
             properties[FIRST_POP_TIME] = first or str(self._parts.clock.now_ms())
             properties |= letter_properties(self._parts.topics.get(origin_topic), message.queue_id)
-        properties[DELAY] = "0"
+        properties |= {DELAY: "0", WAIT: "false"}
         _shed(properties)
         # Readers accept the separator (format#properties), a put does not.
         properties = {name: value.replace("\x01", " ") for name, value in properties.items()}
@@ -208,19 +208,6 @@ class Retries:
         there = min(queues, config.read_queues, config.write_queues)
         return random.randrange(there) if there > 1 else 0
 
-    def _marked(self, message: Message, group: str, origin_topic: str | None) -> dict[str, str]:
-        """Return the properties of a copy: the message's with its origin, without those of this delivery."""
-        properties = message.stored_properties()
-        if origin_topic is None:  # an undelivered delayed message is in a system topic
-            origin_topic = properties.get(REAL_TOPIC) if is_system_topic(message.topic) else None
-            origin_topic = origin_topic or popped_topic(group, message.topic)
-        for name in (*TIMER_MARKS, DELAY, POP_CK, FIRST_POP_TIME, EXPIRES_MS, RETRY_REASON):
-            properties.pop(name, None)
-        properties.setdefault(RETRY_TOPIC, origin_topic)
-        properties.setdefault(ORIGIN_MESSAGE_ID, message.message_id)
-        properties[WAIT] = "false"
-        return properties
-
     def _delay(self, properties: MutableMapping[str, str], level: int, delay_ms: int | None) -> None:
         """Set the delay, if possible as a level, because levels need no timer."""
         if delay_ms is not None and delay_ms in self._levels_ms:
@@ -229,6 +216,18 @@ class Retries:
             properties[DELAY] = str(level)
         elif delay_ms:
             properties[TIMER_DELAY_MS] = str(delay_ms)
+
+
+def failed_properties(message: Message, group: str, origin_topic: str | None = None) -> dict[str, str]:
+    """Return the properties of a retry or a dead letter: the message's with its origin, without those of this delivery.
+    `origin_topic` is that of `dead_letter`."""
+    stored = message.stored_properties()
+    if origin_topic is None and is_system_topic(message.topic):  # an undelivered delayed message
+        origin_topic = stored.get(REAL_TOPIC)
+    properties = kept(stored, NOT_RETRIED)
+    properties.setdefault(RETRY_TOPIC, origin_topic or popped_topic(group, message.topic))
+    properties.setdefault(ORIGIN_MESSAGE_ID, message.message_id)
+    return properties
 
 
 def origin_topic(message: Message, group: str) -> str:
@@ -242,13 +241,6 @@ def origin_topic(message: Message, group: str) -> str:
 
 def _next(times: int) -> int:
     return min(times + 1, _MAX_TIMES)
-
-
-def _key(message: Message, group: str) -> str:
-    """Return the key of failure counts, which has the original topic even after several redeliveries."""
-    properties = message.stored_properties()
-    origin = properties.get(REAL_TOPIC) if is_system_topic(message.topic) else None
-    return f"{properties.get(RETRY_TOPIC) or origin or popped_topic(group, message.topic)}@{group}"
 
 
 def _why(delay_level: int, attempts: int, limit: int) -> str:

@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from mqstore.broker.redelivery.dead_letters import _MARKS, DeadLetters, Replay, _Letter, origin_of
+from mqstore.broker.redelivery.dead_letters import DeadLetters, Replay, _Letter, origin_of
 from mqstore.broker.tables.names import retry_topic
-from mqstore.layout.properties import FIRST_POP_TIME, RETRY_TOPIC
+from mqstore.layout.properties import FIRST_POP_TIME, NOT_REPLAYED, RETRY_TOPIC, kept
 from mqstore.log.message import Message
 from mqstore.remote.cluster.degrade import refuse
 
 if TYPE_CHECKING:
     from mqstore.remote.cluster.broker import ClusterBroker
 
-_BROKERS_MARKS: Final = ("CLUSTER", "MSG_REGION", "TRACE_ON")
+_NOT_REPLAYED: Final = NOT_REPLAYED | {"CLUSTER", "MSG_REGION", "TRACE_ON"}
 _PAGE: Final = 32
 
 
@@ -85,9 +85,8 @@ class ClusterLetters(DeadLetters):
             if target != origin and FIRST_POP_TIME in properties:
                 refuse(f"a replay for group {self.group!r} alone, which pops,", "give all_groups=True, or to_topic=")
             if not dry_run:
-                for name in (*_MARKS, *_BROKERS_MARKS):
-                    properties.pop(name, None)
-                self._broker.copy(letter, target, properties | ({RETRY_TOPIC: origin} if target != origin else {}))
+                shown = {RETRY_TOPIC: origin} if target != origin else {}
+                self._broker.copy(letter, target, kept(properties, _NOT_REPLAYED) | shown)
             counts[origin] += 1
         return Replay(dict(counts), self.bounds[0])
 

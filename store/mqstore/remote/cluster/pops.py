@@ -24,12 +24,11 @@ from mqstore.broker.pop.batch import claim_of, expired
 from mqstore.broker.reads.filters.filter import as_filter
 from mqstore.broker.reads.waiting import Callback, Waiter
 from mqstore.broker.redelivery.reason import set_reason
-from mqstore.broker.redelivery.retry import origin_topic
+from mqstore.broker.redelivery.retry import failed_properties, origin_topic
 from mqstore.broker.tables.names import dlq_topic, pop_retry_topic, retry_topic
 from mqstore.contract import MAX_BATCH, Delivery, Filter, Loss, Pending
 from mqstore.errors import ConfigError, ConnectionLostError
 from mqstore.layout.properties import (
-    DELAY,
     DLQ_ORIGIN_MESSAGE_ID,
     DLQ_ORIGIN_TOPIC,
     DLQ_REASON,
@@ -37,9 +36,6 @@ from mqstore.layout.properties import (
     ORIGIN_MESSAGE_ID,
     POP_CK,
     RETRY_TOPIC,
-    TIMER_DELAY_MS,
-    TIMER_DELIVER_MS,
-    TIMER_OUT_MS,
 )
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
@@ -62,7 +58,6 @@ _LEASES_MAX: Final = 100_000
 _POP_OPTIONS: Final[dict[str, Any]] = {
     "queue_id": -1, "filter": None, "order": False, "start": None, "attempt_id": None, "acks": ()
 }  # fmt: skip
-_MARKS: Final = (POP_CK, DELAY, TIMER_OUT_MS, TIMER_DELAY_MS, TIMER_DELIVER_MS)
 
 
 @dataclass(slots=True)
@@ -347,13 +342,12 @@ class Pops(Reads):
         self, group: str, broker: str, message: Message, origin: str, reason: str, attempts: int, *, popped: bool
     ) -> str:
         """Store a copy of a message as a dead letter, at its broker. Return the topic."""
-        properties = message.stored_properties()
-        for name in _MARKS:
-            properties.pop(name, None)
-        identity = properties.setdefault(ORIGIN_MESSAGE_ID, message.message_id)
-        properties |= {DLQ_ORIGIN_TOPIC: properties.setdefault(RETRY_TOPIC, origin), DLQ_ORIGIN_MESSAGE_ID: identity}
+        properties = failed_properties(message, group, origin)
+        identity = properties[ORIGIN_MESSAGE_ID]
+        properties |= {DLQ_ORIGIN_TOPIC: properties[RETRY_TOPIC], DLQ_ORIGIN_MESSAGE_ID: identity}
         if popped:
-            properties.setdefault(FIRST_POP_TIME, str(self.clock.now_ms()))
+            first = message._stored_property(FIRST_POP_TIME)
+            properties[FIRST_POP_TIME] = first or str(self.clock.now_ms())
         set_reason(properties, DLQ_REASON, reason)
         topic = dlq_topic(group)
         numbers = {"flag": message.flag, "sys_flag": message.sys_flag & KEPT_FLAGS, "reconsume_times": attempts}
