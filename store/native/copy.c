@@ -57,7 +57,7 @@ static Py_ssize_t last_of(const char *data, Py_ssize_t size, const char *mark, P
    Restore messages of a list by `ways`, from index `first` to the first one that Python must restore, and append their copies to
    `copies`. The suffix of a message's properties starts after the first byte of their last `mark`. `ways` maps such a suffix to a
    topic, a queue id, and the suffix of the copy. The properties before it are kept. A message that has one of `names` there is
-   left to Python. */
+   left to Python, and so is one with properties that may leave no room for a reason (`set_reason`). */
 PyObject *native_restore(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
 {
     if (!PyList_Check(args[0]) || !PyBytes_Check(args[2]) || !PyBytes_GET_SIZE(args[2]) || !PyDict_Check(args[3]) ||
@@ -80,6 +80,8 @@ PyObject *native_restore(PyObject *const *args, Py_ssize_t nargs, Buffers *held)
             break;
         const char *properties = (const char *)near.view.buf + parts.properties;
         Py_ssize_t size = (Py_ssize_t)parts.properties_size;
+        if (size > MAX_PROPERTIES_BYTES / 8)
+            break;
         Py_ssize_t begin = last_of(properties, size, PyBytes_AS_STRING(args[2]), PyBytes_GET_SIZE(args[2])) + 1;
         if (!known_end || PyBytes_GET_SIZE(known_end) != size - begin ||
             memcmp(PyBytes_AS_STRING(known_end), properties + begin, (size_t)(size - begin))) {

@@ -8,6 +8,7 @@ import pytest
 
 from mqstore import Message
 from mqstore.admin import DeadLetters
+from mqstore.broker.pop import unordered
 from mqstore.broker.redelivery.retry import Retries
 from tests.broker.popsupport import DLQ, RETRY, PopBench
 
@@ -70,3 +71,25 @@ KINDS: dict[str, tuple[Callable[[PopBench], Message], list[str]]] = {
 def test_copy_keeps_what_belongs_to_the_message(pops: PopBench, kind: str) -> None:
     copy, kept = KINDS[kind]
     assert OLD.items() & copy(pops).stored_properties().items() == {(name, OLD[name]) for name in (*USER, *kept)}
+
+
+@pytest.mark.parametrize("way", ["by offset", "popped", "popped, without compiled parts"])
+@pytest.mark.parametrize(("size", "reason"), [(4_000, "boom"), (4_100, None), (32_000, None)])
+def test_reason_is_left_out_of_a_retry_with_long_properties(
+    pops: PopBench, monkeypatch: pytest.MonkeyPatch, way: str, size: int, reason: str | None
+) -> None:
+    properties = {"UNIQ_KEY": "u", "mine": "x" * size}
+    receipts = [pops.parts.store.append("t", 0, b"x", properties=properties) for _ in range(3)]
+    if way == "by offset":
+        back = [
+            Retries(pops.parts).send_back("g", each.physical_offset, delay_ms=0, reason="boom") for each in receipts
+        ]
+        copies = [pops.parts.store.at(each.physical_offset) for each in back]
+    else:
+        if way != "popped":
+            monkeypatch.setattr(unordered, "kernel", None)
+        for delivery in pops.pop(n=3):
+            pops.service.nack("g", "t", delivery.receipt, 1_000, error="boom")
+        pops.advance(1_000)
+        copies = pops.read(RETRY)
+    assert [each.system_properties.get("mqstore_retry_reason") for each in copies] == [reason] * 3
