@@ -11,6 +11,7 @@ from mqstore import Message
 from mqstore.broker.background.context import Parts
 from mqstore.broker.delay.levels import DelayService
 from mqstore.broker.delay.timer import TimerService
+from mqstore.broker.redelivery.reason import Reason
 from mqstore.broker.tables.names import SCHEDULE_TOPIC
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.store import MessageStore
@@ -31,8 +32,8 @@ class Delays(ServiceBench[DelayService]):
         super().open(fs, **config)
         self.mechanisms.append(TimerService(self.parts, self._wake))
 
-    def bury(self, message: Message, group: str, reason: str) -> None:
-        self.dead.append((message.offset, group, reason))
+    def bury(self, message: Message, group: str, reason: Reason) -> None:
+        self.dead.append((message.offset, group, reason.text))
 
     @property
     def store(self) -> MessageStore:

@@ -9,6 +9,7 @@ import pytest
 from mqstore import Message
 from mqstore.admin import DeadLetters
 from mqstore.broker.pop import unordered
+from mqstore.broker.redelivery.reason import Reason
 from mqstore.broker.redelivery.retry import Retries
 from tests.broker.popsupport import DLQ, RETRY, PopBench
 
@@ -81,10 +82,9 @@ def test_reason_is_left_out_of_a_retry_with_long_properties(
     properties = {"UNIQ_KEY": "u", "mine": "x" * size}
     receipts = [pops.parts.store.append("t", 0, b"x", properties=properties) for _ in range(3)]
     if way == "by offset":
-        back = [
-            Retries(pops.parts).send_back("g", each.physical_offset, delay_ms=0, reason="boom") for each in receipts
-        ]
-        copies = [pops.parts.store.at(each.physical_offset) for each in back]
+        places, options = [each.physical_offset for each in receipts], {"delay_ms": 0, "reason": Reason("boom")}
+        places = [Retries(pops.parts).send_back("g", place, **options).physical_offset for place in places]
+        copies = [pops.parts.store.at(place) for place in places]
     else:
         if way != "popped":
             monkeypatch.setattr(unordered, "kernel", None)

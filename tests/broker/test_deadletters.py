@@ -18,6 +18,7 @@ from mqstore.broker.background.context import Parts
 from mqstore.broker.background.retention import all_pins
 from mqstore.broker.background.service import oldest_of
 from mqstore.broker.redelivery.dead_letters import DeadLetterExpiry
+from mqstore.broker.redelivery.reason import Reason
 from mqstore.broker.redelivery.retry import Retries
 from mqstore.broker.routing.router import Router
 from mqstore.broker.tables.names import SCHEDULE_GROUP, QueueKey
@@ -34,7 +35,7 @@ def die(parts: Parts, n: int, *, topic: str = "orders", group: str = "g", **prop
         stored = {"UNIQ_KEY": f"{topic}-{i}", "TAGS": "even" if i % 2 == 0 else "odd", "mine": "kept"} | properties
         parts.topics.ensure(topic, 1)
         receipt = parts.store.append(topic, 0, str(i).encode(), properties=stored, flag=7, reconsume_times=16)
-        Retries(parts).dead_letter(parts.store.at(receipt.physical_offset), group, f"reason {i}")
+        Retries(parts).dead_letter(parts.store.at(receipt.physical_offset), group, Reason(f"reason {i}"))
 
 
 def sent_again(parts: Parts, topic: str = "orders", after: int = 0) -> list[Message]:
@@ -244,7 +245,7 @@ def test_letters_filed_meanwhile_are_not_sent(parts: Parts) -> None:
 
     def copy(*message: Any, **options: Any) -> Any:
         receipt = parts.router.copy(*message, **options)
-        Retries(parts).dead_letter(parts.store.at(receipt.physical_offset), "g", "again")
+        Retries(parts).dead_letter(parts.store.at(receipt.physical_offset), "g", Reason("again"))
         return receipt
 
     assert DeadLetters(replace(parts, router=cast(Router, SimpleNamespace(copy=copy))), "g").replay().count == 2

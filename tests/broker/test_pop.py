@@ -374,8 +374,8 @@ def test_each_message_that_expires_again_is_looked_at_once(pops: PopBench, monke
     pops.pop(n=32)
     pops.advance(INVISIBLE_MS)
     looked = Counter[int]()
-    text = unordered._text
-    monkeypatch.setattr(unordered, "_text", lambda *delivery: (looked.update([delivery[-1]]), text(*delivery))[1])
+    reason = unordered._reason
+    monkeypatch.setattr(unordered, "_reason", lambda *delivery: (looked.update([delivery[-1]]), reason(*delivery))[1])
     assert len(pops.pop(n=32)) == 32
     pops.advance(INVISIBLE_MS)
     assert sorted(looked) == [*range(32)]

@@ -9,7 +9,7 @@ import pytest
 
 from mqstore import Message, RetryPolicy, SendReceipt
 from mqstore.broker.background.context import Parts
-from mqstore.broker.redelivery.reason import DLQ_REASON_BYTES
+from mqstore.broker.redelivery.reason import DLQ_REASON_BYTES, Reason
 from mqstore.broker.redelivery.retry import Retries
 from mqstore.broker.tables.names import SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError
@@ -62,7 +62,7 @@ WAYS: list[tuple[int, dict[str, Any], int | None, str]] = [
     (0, {"attempts": 3, "max_reconsume": 2}, None, "attempt 3 failed, 3 are allowed"),
     (0, {"attempts": 3, "max_reconsume": 3}, 5, ""),
     (0, {"attempts": 3, "delay_level": -1}, None, "rejected by its consumer"),
-    (2, {"delay_level": -1, "reason": "no such customer"}, None, "no such customer"),
+    (2, {"delay_level": -1, "reason": Reason("no such customer")}, None, "no such customer"),
 ]
 
 
@@ -122,9 +122,9 @@ def test_a_copy_has_no_marks_of_earlier_deliveries(parts: Parts) -> None:
     popped = {"POP_CK": "1 2 3", "1ST_POP_TIME": "5"}
     message = put(parts, properties={"UNIQ_KEY": "u", **timer, **popped})
     assert back(parts, message, delay_ms=1_500).topic == TIMER_TOPIC
-    dead = at(parts, Retries(parts).dead_letter(message, "g", "no", reconsume_times=17))
+    dead = at(parts, Retries(parts).dead_letter(message, "g", Reason("no"), reconsume_times=17))
     assert (dead.topic, dead.reconsume_times) == ("%DLQ%g", 17)
-    assert at(parts, Retries(parts).dead_letter(put(parts, reconsume=4), "g", "no")).reconsume_times == 5
+    assert at(parts, Retries(parts).dead_letter(put(parts, reconsume=4), "g", Reason("no"))).reconsume_times == 5
     for copy in (back(parts, message), dead):
         assert not {*timer, *popped} & copy.stored_properties().keys()
 
@@ -211,10 +211,10 @@ def test_an_unknown_group_without_auto_creation_is_refused(tmp_path: Path) -> No
 def test_the_reason_is_kept_within_its_bytes_and_without_separators(parts: Parts) -> None:
     message = put(parts)
     text = "Traceback\n\x01\x02\ud800" + "ü" * 2000
-    reason = at(parts, Retries(parts).dead_letter(message, "g", text)).properties["dlq_reason"]
+    reason = at(parts, Retries(parts).dead_letter(message, "g", Reason(text))).properties["dlq_reason"]
     assert reason.startswith("Traceback   ?üü")
     assert DLQ_REASON_BYTES - 2 <= len(reason.encode()) <= DLQ_REASON_BYTES
-    assert "dlq_reason" not in at(parts, Retries(parts).dead_letter(message, "g", " \n ")).properties
+    assert "dlq_reason" not in at(parts, Retries(parts).dead_letter(message, "g", Reason(" \n "))).properties
 
 
 def test_the_origin_given_wins_and_else_it_is_where_the_message_was_sent(parts: Parts) -> None:
@@ -224,7 +224,7 @@ def test_the_origin_given_wins_and_else_it_is_where_the_message_was_sent(parts: 
     plain = put(parts)
 
     def origin(message: Message, **options: Any) -> tuple[str, str]:
-        properties = at(parts, retries.dead_letter(message, "g", "why", **options)).stored_properties()
+        properties = at(parts, retries.dead_letter(message, "g", Reason("why"), **options)).stored_properties()
         return properties["DLQ_ORIGIN_TOPIC"], properties["RETRY_TOPIC"]
 
     assert origin(plain) == ("orders", "orders")

@@ -38,6 +38,7 @@ from mqstore.broker.reads.reading import Loss, ReadResult, Reads
 from mqstore.broker.reads.waiting import Callback, Waiter, Waiters, Wanted
 from mqstore.broker.redelivery.attempt_journal import AttemptJournal
 from mqstore.broker.redelivery.dead_letters import DeadLetterExpiry, DeadLetters
+from mqstore.broker.redelivery.reason import Reason
 from mqstore.broker.redelivery.retry import Retries
 from mqstore.broker.routing.router import AsyncPuts, SendOptions
 from mqstore.broker.tables.groups import GroupTable
@@ -563,7 +564,7 @@ class Broker(Closing, Sending, BrokerContract):
             delay_ms=None if delay is None else milliseconds(delay, "delay"),
             max_reconsume=max_reconsume,
             attempts=attempts,
-            reason=reason,
+            reason=Reason(reason) if reason else None,
             durability=durability,
         )
 

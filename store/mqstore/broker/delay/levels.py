@@ -39,6 +39,7 @@ from mqstore.broker.background.context import Parts
 from mqstore.broker.background.retention import physical_of
 from mqstore.broker.background.service import Pin, Roller, Wake
 from mqstore.broker.delay.route import DELAY_PIECE, TOUCHED_NAMES, level_properties, parted, restored_end
+from mqstore.broker.redelivery.reason import Reason
 from mqstore.broker.tables.configfile import QUICK_MS, ConfigFile, data_version, object_member
 from mqstore.broker.tables.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC, TIMER_TOPIC, QueueKey
 from mqstore.errors import FormatError, InvalidMessageError
@@ -123,7 +124,7 @@ class DelayService(Roller):
     The class is long because delivering, relocating, skipping and saving all move the offset of a level.
     """
 
-    def __init__(self, parts: Parts, wake: Wake, dead_letter: Callable[[Message, str, str], object]) -> None:
+    def __init__(self, parts: Parts, wake: Wake, dead_letter: Callable[[Message, str, Reason], object]) -> None:
         self._store = parts.store
         self._router = parts.router
         self._topics = parts.topics
@@ -490,7 +491,7 @@ class DelayService(Roller):
 
     def _move_to_dead_letters(self, level: _Level, message: Message, reason: str) -> None:
         try:
-            self._dead_letter(message, SCHEDULE_GROUP, reason)
+            self._dead_letter(message, SCHEDULE_GROUP, Reason(reason))
         except FormatError as error:
             self._lose(level, message, error)
             return

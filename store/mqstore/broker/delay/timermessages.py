@@ -27,6 +27,7 @@ from mqstore.broker.delay.route import (
     slot_of,
 )
 from mqstore.broker.delay.timerfiles import NOWHERE, ROLLS, TimerFilesDamaged, TimerUnit
+from mqstore.broker.redelivery.reason import Reason
 from mqstore.broker.redelivery.retry import Retries
 from mqstore.broker.tables.names import SCHEDULE_GROUP, TIMER_TOPIC
 from mqstore.errors import FormatError, InvalidMessageError
@@ -129,7 +130,7 @@ class TimerMessages:
         """Put a message that can never be delivered to the dead letters of delay."""
         text = f"message at {message.physical_offset} of {TIMER_TOPIC}: {reason}"
         try:
-            self._retries.dead_letter(message, SCHEDULE_GROUP, text)
+            self._retries.dead_letter(message, SCHEDULE_GROUP, Reason(text))
         except (InvalidMessageError, FormatError) as error:
             # It is too large for a dead letter, or its body is lost. Retention will delete its record.
             text += f"; it cannot be dead-lettered either ({error})"

@@ -175,7 +175,7 @@ class OrderedQueues:
         """Return the number of this delivery of its message, from 1. Raises ReceiptExpiredError if late."""
         return 1 if claim.offset < state.cursor else self._need(state, claim).attempt(claim.offset)
 
-    def dead_letter(self, state: QueueState, claim: Claim, reason: str) -> None:
+    def dead_letter(self, state: QueueState, claim: Claim, reason: Reason) -> None:
         """Dead-letter the message, then settle it."""
         if claim.offset < state.cursor or claim.offset not in (record := self._need(state, claim)).unacked():
             raise expired([claim.text])
@@ -224,7 +224,7 @@ class OrderedQueues:
                 # queue and is delivered again and again.
                 _log.error("message %d of %s cannot be a dead letter: %s", offset, state.key, error)
 
-    def _dead_letter(self, state: QueueState, record: OrderInfo, offset: int, reason: str) -> OrderInfo:
+    def _dead_letter(self, state: QueueState, record: OrderInfo, offset: int, reason: Reason) -> OrderInfo:
         self._tables.move_to_dead_letters(state, offset, reason, record.attempt(offset))
         assert state.fifo is not None
         self._log.put_settled(REVIVE, state.fifo.name, [offset])

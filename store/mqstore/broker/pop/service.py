@@ -309,7 +309,7 @@ class PopService(BackgroundService):
                     raise expired([receipt])
                 if config.max_attempts is not None and attempt >= config.max_attempts:
                     last = f"attempt {attempt} of {config.max_attempts} failed" + f": {error}" * bool(error)
-                    queues.dead_letter(state, claim, last)
+                    queues.dead_letter(state, claim, Reason(last))
                     return None
                 delay_ms = min(config.delay_ms(attempt), MAX_INVISIBLE_MS) if delay_ms is None else delay_ms
                 reason = Reason(error[:REASON_CHARS], state.holder(claim.offset))
@@ -324,7 +324,7 @@ class PopService(BackgroundService):
         """Move a delivery's message to the group's dead letters and settle it.
         Raises the errors of `ack`, and ReceiptExpiredError if it was settled before."""
         with self._durably(durability), self._held(group, topic, receipt) as (queues, state, claim):
-            queues.dead_letter(state, claim, reason)
+            queues.dead_letter(state, claim, Reason(reason))
 
     @contextmanager
     def _held(

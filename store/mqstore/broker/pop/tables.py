@@ -316,7 +316,7 @@ class PopTables(PopFields):
         ]
         if late:
             for message in late if state.expiry == DEAD_LETTER else ():
-                self.file_dead_letter(state.key.group, message, "expired", message.reconsume_times)
+                self.file_dead_letter(state.key.group, message, Reason("expired"), message.reconsume_times)
             self.skip(state, [message.offset for message in late])
             self.parts.statistics.add("EXPIRED_NUMS", f"{state.key.topic}@{state.key.group}", len(late))
         return state.without_skipped(messages)
@@ -356,10 +356,11 @@ class PopTables(PopFields):
                 self.begun.suspects.add(key.group, [Address(*copy.queue, copy.offset)])
             self.begun.suspects.clear(key.group, [Address(key.topic, key.queue_id, offset)])
 
-    def last_reason(self, key: QueueKey, offset: int, attempt: int, limit: int) -> str:
+    def last_reason(self, key: QueueKey, offset: int, attempt: int, limit: int) -> Reason:
         """Return the reason of a dead letter whose last attempt nobody settled."""
-        ended = self.ended_process(key, offset)
-        return PROCESS_ENDED.text if ended else f"attempt {attempt} of {limit} ended without acknowledgement"
+        if self.ended_process(key, offset):
+            return PROCESS_ENDED
+        return Reason(f"attempt {attempt} of {limit} ended without acknowledgement")
 
     # -- FIFO records -----------------------------------------------------------------------------------------------
 
@@ -486,7 +487,7 @@ class PopTables(PopFields):
                 messages += map(found.get, offsets[i:j])
         return messages
 
-    def move_to_dead_letters(self, state: QueueState, offset: int, reason: str, attempts: int | None = None) -> None:
+    def move_to_dead_letters(self, state: QueueState, offset: int, reason: Reason, attempts: int | None = None) -> None:
         """Dead-letter the message at `offset`, or report it as lost if it is gone."""
         message = self.message(state.key, offset)
         if message is None:
@@ -494,7 +495,7 @@ class PopTables(PopFields):
         else:
             self.file_dead_letter(state.key.group, message, reason, attempts)
 
-    def file_dead_letter(self, group: str, message: Message, reason: str, attempts: int | None = None) -> None:
+    def file_dead_letter(self, group: str, message: Message, reason: Reason, attempts: int | None = None) -> None:
         """Call `dead_letter` of `Retries` for a group that pops. `attempts` None: the next number of the message."""
         origin = origin_topic(message, group)
         self.dead_letter(message, group, reason, origin_topic=origin, reconsume_times=attempts)

@@ -198,7 +198,7 @@ class UnorderedQueues:
             return messages
         for message in messages:
             if (times := message.reconsume_times) >= limit:
-                reason = f"{times} attempts ended, of {limit}"
+                reason = Reason(f"{times} attempts ended, of {limit}")
                 self._tables.file_dead_letter(state.key.group, message, reason, times)
         return [message for message in messages if message.reconsume_times < limit]
 
@@ -258,7 +258,7 @@ class UnorderedQueues:
         message = self._tables.message(state.key, claim.offset)
         return 1 if message is None else message.attempt
 
-    def dead_letter(self, state: QueueState, claim: Claim, reason: str) -> None:
+    def dead_letter(self, state: QueueState, claim: Claim, reason: Reason) -> None:
         """Dead-letter the message, then settle it: a crash between the two makes a second copy, and loses none."""
         batch = self._need(state, claim)
         self._tables.move_to_dead_letters(state, claim.offset, reason)
@@ -413,14 +413,14 @@ class UnorderedQueues:
         if message is None or message.reconsume_times >= last:
             return 0
         (offset, batch), some = due[at], [message]
-        first = batch.pop_time_ms, _text(state, batch, offset)
-        properties = {FIRST_POP_TIME: str(first[0])}
-        set_reason(properties, RETRY_REASON, first[1])
+        reason = _reason(state, batch, offset)
+        first, properties = (batch.pop_time_ms, reason.text), {FIRST_POP_TIME: str(batch.pop_time_ms)}
+        set_reason(properties, RETRY_REASON, reason)
         suffixes = {b"": (*self._retry_queue(state), encode_properties(properties))}
         if not kernel.restore(some, 0, PAIR_END, suffixes, _CHANGED, copies):
             return 0  # before the others are looked at, which are often like it
         for message, (offset, batch) in zip(messages[at + 1 : at + _COPIES], due[at + 1 : at + _COPIES], strict=True):
-            new = batch.pop_time_ms, _text(state, batch, offset)
+            new = batch.pop_time_ms, _reason(state, batch, offset).text
             if message is None or message.reconsume_times >= last or new != first:
                 break
             some.append(message)
@@ -481,7 +481,7 @@ class UnorderedQueues:
                 tables.comes_again(key, offset, copy)
             except InvalidMessageError as error:
                 # A later try would fail, too, because the properties leave no room for those of a copy.
-                tables.file_dead_letter(key.group, message, f"cannot be retried: {error}")
+                tables.file_dead_letter(key.group, message, Reason(f"cannot be retried: {error}"))
         except InvalidMessageError as error:
             _log.error("message %d of %s is too long for a copy and stays in its queue (%s)", offset, key, error)
             return False
@@ -516,12 +516,12 @@ def _by_reason(state: QueueState, batch: Batch, offsets: list[int]) -> list[tupl
     return [*found.items()]
 
 
-def _text(state: QueueState, batch: Batch, offset: int) -> str:
-    return (state.reason(batch, offset) or EXPIRED).text
+def _reason(state: QueueState, batch: Batch, offset: int) -> Reason:
+    return state.reason(batch, offset) or EXPIRED
 
 
 def _retry_properties(message: Message, batch: Batch, state: QueueState) -> dict[str, str]:
     properties = kept(message.stored_properties(), NOT_REDELIVERED)
     properties.setdefault(FIRST_POP_TIME, str(batch.pop_time_ms))
-    set_reason(properties, RETRY_REASON, _text(state, batch, message.offset))
+    set_reason(properties, RETRY_REASON, _reason(state, batch, message.offset))
     return properties

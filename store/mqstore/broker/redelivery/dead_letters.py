@@ -92,11 +92,13 @@ class DeadLetters:
     >>> import mqstore, tempfile
     >>> from mqstore.log.store import MessageStore
     >>> from mqstore.broker.background.context import open_parts
+    >>> from mqstore.broker.redelivery.reason import Reason
     >>> from mqstore.broker.redelivery.retry import Retries
     >>> with tempfile.TemporaryDirectory() as folder, MessageStore(folder) as store:
     ...     parts = open_parts(store)
     ...     failed = parts.router.put("orders", b"poison")
-    ...     receipt = Retries(parts).send_back("billing", failed.physical_offset, delay_level=-1, reason="no such item")
+    ...     why, place = Reason("no such item"), failed.physical_offset
+    ...     receipt = Retries(parts).send_back("billing", place, delay_level=-1, reason=why)
     ...     letters = DeadLetters(parts, "billing")
     ...     [letter.properties["dlq_reason"] for letter in letters], letters.replay().topics, len(letters)
     (['no such item'], {'orders': 1}, 0)

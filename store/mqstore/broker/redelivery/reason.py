@@ -59,14 +59,14 @@ PROCESS_ENDED: Final = Reason("the process ended while it was handled")
 """The handler was running when its process was killed."""
 
 
-def set_reason(properties: MutableMapping[str, str], name: str, text: str) -> None:
+def set_reason(properties: MutableMapping[str, str], name: str, reason: Reason) -> None:
     """Set DLQ_REASON or RETRY_REASON of a copy, without separators and surrogates, which properties cannot contain.
     A retry has none if the properties have little room left: it must not prevent the copy."""
     size = DLQ_REASON_BYTES if name == DLQ_REASON else _RETRY_REASON_BYTES
     properties.pop(name, None)
     if name == RETRY_REASON and sum(map(len, chain(*properties.items()))) > _ROOM_CHARS:
         return
-    if plain := text.translate(_CONTROLS).encode("utf-8", "replace")[:size].decode("utf-8", "ignore").strip():
+    if plain := reason.text.translate(_CONTROLS).encode("utf-8", "replace")[:size].decode("utf-8", "ignore").strip():
         properties[name] = plain
 
 

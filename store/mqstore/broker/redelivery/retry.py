@@ -28,7 +28,7 @@ from functools import partial
 from typing import Final
 
 from mqstore.broker.background.context import Parts
-from mqstore.broker.redelivery.reason import set_reason
+from mqstore.broker.redelivery.reason import EXPIRED, Reason, set_reason
 from mqstore.broker.tables.names import (
     QueueKey,
     dlq_topic,
@@ -95,7 +95,7 @@ class Retries:
         delay_ms: int | None = None,
         max_reconsume: int | None = None,
         attempts: int | None = None,
-        reason: str | None = None,
+        reason: Reason | None = None,
         durability: Durability | None = None,
     ) -> SendReceipt:
         """Redeliver or dead-letter the message at `physical_offset` (bytes) that `group` failed to consume.
@@ -115,19 +115,19 @@ class Retries:
         properties = failed_properties(message, group) | {WAIT: "false"}
         key = f"{properties[RETRY_TOPIC]}@{group}"
 
-        def give_up(reason: str) -> SendReceipt:
+        def give_up(reason: Reason) -> SendReceipt:
             receipt = self.dead_letter(message, group, reason, reconsume_times=times, durability=durability)
             parts.statistics.add("SNDBCK2DLQ_TIMES", key)
             return receipt
 
         if delay_level < 0 or times > limit or config.retry_queues <= 0:
-            return give_up(reason or _why(delay_level, times, limit))
+            return give_up(reason or Reason(_why(delay_level, times, limit)))
         topic = retry_topic(group)
         queue_id = self._ensured_queue(topic, config.retry_queues)
         if delay_level == 0 and delay_ms is None:
             delay_ms = min(config.retry_policy._next_delay_ms(times - 1), self._max_delay_ms)
         self._delay(properties, delay_level, delay_ms)
-        set_reason(properties, RETRY_REASON, reason or "")
+        set_reason(properties, RETRY_REASON, reason or EXPIRED)
         try:
             for each in (0, queue_id):  # retries that wait count in the first queue
                 parts.offsets.begin(QueueKey(group, topic, each))
@@ -136,7 +136,7 @@ class Retries:
             )
         except InvalidMessageError as error:
             # A later try would fail, too, because the properties leave no room for those of a retry.
-            return give_up(f"cannot be retried: {error}")
+            return give_up(Reason(f"cannot be retried: {error}"))
         parts.statistics.add("SNDBCK_PUT_NUMS", key)
         return receipt
 
@@ -144,7 +144,7 @@ class Retries:
         self,
         message: Message,
         group: str,
-        reason: str,
+        reason: Reason,
         *,
         origin_topic: str | None = None,
         reconsume_times: int | None = None,

@@ -23,7 +23,7 @@ from typing import Any, Final
 from mqstore.broker.pop.batch import claim_of, expired
 from mqstore.broker.reads.filters.filter import as_filter
 from mqstore.broker.reads.waiting import Callback, Waiter
-from mqstore.broker.redelivery.reason import set_reason
+from mqstore.broker.redelivery.reason import Reason, set_reason
 from mqstore.broker.redelivery.retry import failed_properties, origin_topic
 from mqstore.broker.tables.names import dlq_topic, pop_retry_topic, retry_topic
 from mqstore.contract import MAX_BATCH, Delivery, Filter, Loss, Pending
@@ -348,7 +348,7 @@ class Pops(Reads):
         if popped:
             first = message._stored_property(FIRST_POP_TIME)
             properties[FIRST_POP_TIME] = first or str(self.clock.now_ms())
-        set_reason(properties, DLQ_REASON, reason)
+        set_reason(properties, DLQ_REASON, Reason(reason))
         topic = dlq_topic(group)
         numbers = {"flag": message.flag, "sys_flag": message.sys_flag & KEPT_FLAGS, "reconsume_times": attempts}
         fields = send_fields(group, topic, broker, 0, properties, message.born_timestamp_ms, queues=1, **numbers)
