@@ -64,7 +64,7 @@ def test_reserved_names_are_those_of_section_3() -> None:
         ("KEYS", True),
         ("keys", False),
         ("mqstore_retry_reason", True),
-        ("mqstore_expires_ms", False),
+        ("mqstore_expires_ms", True),
         ("__RMQ.TRANSIENT.TOPIC_SYS_FLAG", True),
         ("__RMQ.OTHER", False),
         ("colour", False),

@@ -34,7 +34,7 @@ from mqstore.layout.bodyref import is_reference
 from mqstore.layout.compression import MissingPackageError, inflate
 from mqstore.layout.hosts import IPV4_BYTES, decode_host
 from mqstore.layout.messageid import encode_message_id
-from mqstore.layout.properties import KEYS, RESERVED, TAGS, TRANSIENT_PREFIX, UNIQ_KEY
+from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY, is_reserved
 from mqstore.layout.record import BORN_HOST_AT, BORN_HOST_V6, COMPRESSED, STORE_HOST_AT_V4, STORE_HOST_V6
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.reading.reader import StoreReader
@@ -205,8 +205,7 @@ def _last_of_equal_names(blob: _Int64s, names: Any) -> tuple[_Int64s, _Int64s] |
 def _user_headers(piece: Piece) -> Any:
     properties = _properties(piece)
     names = properties.keys.dictionary_encode()
-    found = names.dictionary.to_pylist()
-    own = np.array([name not in RESERVED and not name.startswith(TRANSIENT_PREFIX) for name in found], np.bool_)
+    own = np.array([not is_reserved(name) for name in names.dictionary.to_pylist()], np.bool_)
     kept = own[names.indices.to_numpy()]
     edges = np.append(0, np.cumsum(kept))[properties.offsets.to_numpy()].astype(np.int32)
     mask = pa.array(kept)
