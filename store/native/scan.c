@@ -8,6 +8,10 @@
 Py_buffer *hold(Buffers *held, PyObject *object, Py_ssize_t width, Py_ssize_t count, bool writable, const char *name)
 {
     static Py_buffer none;
+    if (held->count == sizeof held->views / sizeof *held->views) {
+        PyErr_Format(PyExc_SystemError, "%s: more buffers than `Buffers` has room for", name);
+        return &none;
+    }
     Py_buffer *view = &held->views[held->count];
     if (PyErr_Occurred() || PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0)) < 0)
         return &none;

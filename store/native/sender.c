@@ -41,7 +41,7 @@ int sender_init(void)
 {
     PyDateTime_IMPORT;
     static const char *const texts[OPTION_NAMES] = {"tag", "keys", "properties", "unique_key", "message_group", "delay",
-                                             "deliver_at", "delay_level", "flag", "compressed", "durability", "queue_id"};
+                                                    "deliver_at", "delay_level", "flag", "compressed", "durability", "queue_id"};
     for (int i = 0; i < OPTION_NAMES; i++)
         if (!(option_names[i] = PyUnicode_InternFromString(texts[i])))
             return -1;

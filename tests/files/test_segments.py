@@ -563,5 +563,5 @@ def test_first_bytes_are_kept_once_and_up_to_a_limit(folder: Path) -> None:
     reader.load()
     assert reader.head(reader.segments()[0])[:3] == b"new"
     fs.fail("pread", errno.EIO)
-    reader.load()  # reading the bytes tells later where the damage is
+    reader.load()  # a later read reports the damage
     assert (len(reader.segments()), reader.unreadable, reader.head(reader.segments()[0])) == (4, {}, b"")

@@ -94,7 +94,7 @@ _NAME_END, _PAIR_END, _NOTHING = (pa.scalar(each, pa.binary()) for each in (b"\x
 
 _HEADERS: Final = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 _MADE_FOR: Final = ", ".join(f"{each.property}: {name}" for name, each in INPUTS.items() if each.property)
-_RESERVED: Final = pa.array(sorted(props.REFUSED))
+_REFUSED: Final = pa.array(sorted(props.REFUSED))
 
 
 class Encoder:
@@ -368,7 +368,7 @@ class _Slice:
             self._refuse_first(entries.repeated(), "properties", lambda _: "", rule)
         for values in (entries.names, entries.values):
             self._check(values, "properties", entries.rows.item)
-        reserved = pc.or_(pc.is_in(entries.names, _RESERVED), pc.starts_with(entries.names, props.TRANSIENT_PREFIX))
+        reserved = pc.or_(pc.is_in(entries.names, _REFUSED), pc.starts_with(entries.names, props.TRANSIENT_PREFIX))
         self._refuse_first(
             reserved.to_numpy(zero_copy_only=False),
             "properties",

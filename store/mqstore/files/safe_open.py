@@ -83,8 +83,6 @@ def check(path: StrPath, mode: int, wanted: str, link: str = "") -> None:
     """Raise OSError unless `mode`, the `st_mode` of `path`, is of a `wanted` kind.
     `wanted` is "regular file", "folder" or both. `link` is the part of the path that is a link, if it is not `path`
     itself."""
-    if wanted == "regular file" and stat.S_ISREG(mode):
-        return  # early, since thousands of files are checked twice each
     kind, number = _KINDS.get(stat.S_IFMT(mode), ("special file", errno.EINVAL))
     if kind not in wanted:
         advice = f"put the {wanted} itself in its place" if number == errno.ELOOP else "move it away"

@@ -136,7 +136,7 @@ class SegmentRun:
             for name in self._fs.scandir(folder):
                 try:
                     if segment_start(name) is not None:
-                        self._open_once(f"{folder}/{name}")
+                        self._keep_head(f"{folder}/{name}")
                 except FileNotFoundError:
                     continue  # removed meanwhile
                 except OSError as error:
@@ -144,15 +144,12 @@ class SegmentRun:
                         raise
                     self.unreadable[name] = f"{name} cannot be opened: {error.strerror}; make it readable"
 
-    def _open_once(self, path: str) -> None:
-        """Open a file, and keep its first bytes for `head`. Only the opening may fail."""
-        fd = self._fs.open(path, os.O_RDONLY)
-        try:
+    def _keep_head(self, path: str) -> None:
+        """Open a file, and keep its first bytes for `head`. Raises an error of the opening, not of the reading."""
+        with self._fs.opened(path, os.O_RDONLY) as fd:
             if len(self._heads) * _HEAD_BYTES < self.may_keep:
                 with contextlib.suppress(OSError, MQStoreError):
                     self._heads[path] = self._fs.pread(fd, _HEAD_BYTES, 0)
-        finally:
-            self._fs.close(fd)
 
     def reasons(self, start: int, stop: int) -> str:
         """Return why files in the range of a gap cannot be opened, as the end of a sentence, or ""."""
@@ -326,11 +323,8 @@ class SegmentRun:
         parts: list[bytes] = []
         with contextlib.suppress(OSError, MQStoreError):  # reading it alone raises it again
             for here in self.whole(segment, most):
-                fd = self._fs.open(here.path, os.O_RDONLY)
-                try:
+                with self._fs.opened(here.path, os.O_RDONLY) as fd:
                     data = self._fs.pread(fd, here.size, 0)
-                finally:
-                    self._fs.close(fd)
                 if len(data) < here.size:
                     break
                 parts.append(data)

@@ -72,7 +72,7 @@ RESERVED: Final = frozenset(_OTHERS.split()).union(
 """All names above."""
 
 REFUSED: Final = RESERVED - {EXPIRES_MS}
-"""Those that no put accepts as a property. EXPIRES_MS comes to a put as one, also from a remote client."""
+"""Names that a put refuses as properties. EXPIRES_MS is not among them: a client passes the expiry as a property."""
 
 # Properties with this prefix belong to a request and must not be stored.
 TRANSIENT_PREFIX: Final = "__RMQ.TRANSIENT."
@@ -81,6 +81,11 @@ TRANSIENT_PREFIX: Final = "__RMQ.TRANSIENT."
 def is_reserved(name: str) -> bool:
     """Return True for a name that no user property has: in `RESERVED`, or with `TRANSIENT_PREFIX`."""
     return name in RESERVED or name.startswith(TRANSIENT_PREFIX)
+
+
+def is_refused(name: str) -> bool:
+    """Return True for a name that a put refuses as a property: in `REFUSED`, or with `TRANSIENT_PREFIX`."""
+    return name in REFUSED or name.startswith(TRANSIENT_PREFIX)
 
 
 def user_properties(stored: Mapping[str, str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ dead letter    REAL_QID is the priority, by which a replay selects the queue
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from mqstore.broker.delay.route import number
 from mqstore.broker.tables.names import QueueKey, queue_name
@@ -19,6 +19,7 @@ from mqstore.layout.properties import REAL_QID
 if TYPE_CHECKING:
     from mqstore.broker.tables.offsets import OffsetTable
     from mqstore.broker.tables.topics import TopicConfig, TopicTable
+    from mqstore.contract import TopicCalls
     from mqstore.log.message import Message
 
 PRIORITIES = 10
@@ -27,11 +28,7 @@ PRIORITIES = 10
 _T = TypeVar("_T")
 
 
-class _Topics(Protocol):
-    def for_priority(self, name: str) -> TopicConfig: ...
-
-
-def priority_queue(topics: _Topics, topic: str, priority: int | None, *, ordered: bool = False) -> int:
+def priority_queue(topics: TopicCalls, topic: str, priority: int | None, *, ordered: bool = False) -> int:
     """Return the queue of the topic for items of a priority. A topic with one queue gets one for each.
     Raises ConfigError for another priority than 0 to 9, for an `ordered` queue, and for a topic that has no priorities,
     but several queues."""

@@ -230,7 +230,8 @@ class Transactions(BackgroundService):
         config = self._parts.topics.for_send(topic)
         if queue_id is None:
             queue_id = self._turns.next(topic, config.write_queues)
-        check_queue(config, queue_id)
+        else:
+            check_queue(config, queue_id)
         identity = properties.get(UNIQ_KEY) or new_unique_key()
         marked = {**properties, UNIQ_KEY: identity, TRAN_MSG: "true", PGROUP: producer_group, TRANSACTION_ID: identity}
         # Checked now, because a commit, at which a timer adds its own properties, must not fail.

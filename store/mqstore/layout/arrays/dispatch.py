@@ -82,6 +82,7 @@ class Edges(NamedTuple):
     start: int
     """Index of its first record."""
     stop: int
+    """Index after its last record."""
     low: int
     """Queue offset of the first record."""
     high: int
@@ -100,7 +101,7 @@ class Queues(NamedTuple):
     names: list[tuple[str, int]]
     """Topic and queue id of each queue."""
     stops: _Int64s
-    """Where the records of each queue end, and those of the next one begin."""
+    """Index after the last record of each queue."""
     slots: _Int64s
     units: np.NDArray[np.void]
     """Array of `unit_dtype`."""
@@ -127,6 +128,11 @@ class Queues(NamedTuple):
 
 def _lists(*columns: np.NDArray[Any]) -> list[list[Any]]:
     return [column.tolist() for column in columns]
+
+
+def _names(topics: Sequence[str], *columns: np.NDArray[Any]) -> list[tuple[str, int]]:
+    """Return `Queues.names`. The columns have the index of each queue's topic, and its id."""
+    return [(topics[topic], queue_id) for topic, queue_id in zip(*_lists(*columns), strict=True)]
 
 
 class Output(NamedTuple):
@@ -188,8 +194,8 @@ class Rows:
             order = np.argsort(key, kind="stable")
             stops = np.append(np.flatnonzero(np.diff(key[order])) + 1, len(order))[: len(order)]
             chosen = chosen[order]
-            topics, ids = _lists(self.topic[chosen[stops - 1]], self.queue_id[chosen[stops - 1]])
-            names = [(self.topics[topic], queue_id) for topic, queue_id in zip(topics, ids, strict=True)]
+            last = chosen[stops - 1]
+            names = _names(self.topics, self.topic[last], self.queue_id[last])
             self.known_queues = Queues(names, stops, self.queue_offset[chosen], self.units(chosen))
         return self.known_queues
 
@@ -293,8 +299,7 @@ def _compiled_columns(view: memoryview, run: Run, count: int, base: int, topics:
     if found is None:
         return None
     listed, number, entry_row, entry_hash = found
-    which, ids = _lists(*out[_QUEUE_TOPIC:_QUEUE_END, :number])
-    names = [(topics[topic], queue_id) for topic, queue_id in zip(which, ids, strict=True)]
+    names = _names(topics, *out[_QUEUE_TOPIC:_QUEUE_END, :number])
     queues = Queues(names, out[_QUEUE_END, :number], out[_SLOT, :listed], units[:listed])
     entries = np.frombuffer(entry_row, np.int64), np.frombuffer(entry_hash, np.int32)
     return _Columns(out[_TAGS_CODE, :count], has_unit, *entries, queues)

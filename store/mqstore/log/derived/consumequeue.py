@@ -171,8 +171,8 @@ class ConsumeQueue(QueueTail):
             length = (stop - at) * UNIT_BYTES
             return pread(length, at * UNIT_BYTES).ljust(length, b"\0")
 
-        first = read(0, min(per, _BLOCK_UNITS + 1))
-        low = at = used_units(first)
+        first = read(0, min(per, _BLOCK_UNITS + exact))  # with `exact` also the unit in which a page ends
+        low = used_units(first)
         if exact and (used := -(-data_end(table.segment_bytes) // UNIT_BYTES)) > _BLOCK_UNITS + 1:
             # Holes are left out: reading them for thousands of queues takes longer than all else.
             return used_units(read(0, min(per, used)))
@@ -184,13 +184,13 @@ class ConsumeQueue(QueueTail):
         # counts, so that readers see a hole before it, and do not take the hole for the end.
         high = per if full else low
         while low < high:
+            at = low if high - low <= _BLOCK_UNITS else (low + high) // 2
             stop = min(at + _BLOCK_UNITS, high)
             count = used_units(read(at, stop))
             if count:
                 low = at + count
             if at + count < stop:
                 high = at + count
-            at = low if high - low <= _BLOCK_UNITS else min((low + high) // 2, 4 * low)
         return low
 
     def stop_at_hole(self, dispatched: int) -> None:

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from mqstore.errors import CorruptStoreError
 from mqstore.files.filesystem import FileSystem
-from mqstore.files.segment import LoadProblem, segment_name, segment_start
+from mqstore.files.segment import LoadProblem, Segment, segment_name, segment_start
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.arrays.scan import content_end, find_next
 from mqstore.layout.record import MAGIC_AT, MAGIC_V1, MAGIC_V2, PHYSICAL_OFFSET_AT, Checksum, check_record
@@ -81,13 +81,15 @@ def misnamed_segments(run: SegmentRun, checksum: Checksum, fs: FileSystem, start
 
 def _begin_with_records(run: SegmentRun, start: int, checksum: Checksum) -> bool:
     """Return True if a record verifies at the start of each segment from physical offset `start` on."""
-    for segment in run.segments():
-        head = run.head(segment) if segment.end > start else b""
-        if segment.end > start and check_record(head, 0, len(head), segment.start, checksum).status != "ok":
-            buffer = run.mapping(segment)
-            if check_record(buffer, 0, len(buffer), segment.start, checksum).status != "ok":
-                return False
-    return True
+
+    def verifies(buffer: bytes | mmap.mmap, segment: Segment) -> bool:
+        return check_record(buffer, 0, len(buffer), segment.start, checksum).status == "ok"
+
+    return all(
+        verifies(run.head(segment), segment) or verifies(run.mapping(segment), segment)  # a record may be longer
+        for segment in run.segments()
+        if segment.end > start
+    )
 
 
 def rename_segments(run: SegmentRun, places: dict[str, int], fs: FileSystem) -> None:

@@ -157,8 +157,10 @@ class OffsetAssigner:
     def is_met(self, queue: ConsumeQueue) -> bool:
         return queue in self._last
 
-    def follows(self, queue: ConsumeQueue, first: int) -> bool:
-        """Return True if the queue continues with queue offset `first`."""
+    def follows(self, queue: ConsumeQueue, first: int, physical: int) -> bool:
+        """Return True if the queue continues with queue offset `first`, whose record is at `physical`."""
+        if self.generations.begin(queue, first, physical)[1] >= 0:
+            return False  # this record, or later ones, may be of an earlier generation
         known = self._last.get(queue)
         expected = known[0] if known else self._first_slot(queue, first)[0]
         return first == expected if expected is not None else 0 <= first < MAX_SLOT
@@ -425,8 +427,7 @@ class TopicGenerations:
 
     def note_listed(self, queue: ConsumeQueue, physical: int) -> None:
         """Accept that a queue lists the record at a physical offset, so that `begin` reads no unit."""
-        if physical < self._listed.get(queue, 1 << 62):
-            self._listed[queue] = physical
+        self._listed[queue] = min(physical, self._listed.get(queue, physical))
 
     def are_older(self, queue: ConsumeQueue, least: int, physical: int, end: int) -> bool:
         """Return True if all records of a queue in `[physical, end)` are of an earlier generation.

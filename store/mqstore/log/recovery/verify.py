@@ -316,23 +316,15 @@ class Verifier:
                 out_of_order.add((topic, queue_id))
                 continue
             queue = self._queues.create(topic, queue_id)
-            here, generations, least = found, self.slots.generations, found[0]
-            is_current = generations.begin(queue, least.first, least.first_physical)[1] < 0
-            if not is_current:
-                here = [
-                    each
-                    for each in found
-                    if not generations.are_older(queue, each.first, each.first_physical, each.last_end)
-                ]
-                if not here:
-                    continue
+            older = self.slots.generations.are_older
+            here = [each for each in found if not older(queue, each.first, each.first_physical, each.last_end)]
+            if not here:
+                continue
             first, last = here[0], here[-1]
             # If no checksum covers the queue offset of a record, units may outvote it.
             doubted = self._checksum == "crc32-body" and any(part.findings or part.unlisted for part in here)
             straight = first.straight and all(later.follows(part) for part, later in pairwise(here))
-            # Records behind those of an earlier generation are looked at one by one, since some may be of that one.
-            is_current = is_current or generations.begin(queue, first.first, first.first_physical)[1] < 0
-            if doubted or not straight or not is_current or not self.slots.follows(queue, first.first):
+            if doubted or not straight or not self.slots.follows(queue, first.first, first.first_physical):
                 out_of_order.add((topic, queue_id))
                 continue
             if not self.slots.is_met(queue):

@@ -12,16 +12,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from mqstore.errors import InvalidMessageError
-from mqstore.layout.properties import (
-    CRC32,
-    EXPIRES_MS,
-    INNER_MULTI_QUEUE_OFFSET,
-    KEYS,
-    SHARDINGKEY,
-    TAGS,
-    UNIQ_KEY,
-    is_reserved,
-)
+from mqstore.layout.properties import CRC32, INNER_MULTI_QUEUE_OFFSET, KEYS, SHARDINGKEY, TAGS, UNIQ_KEY, is_refused
 from mqstore.options import Durability, Duration
 
 if TYPE_CHECKING:
@@ -193,7 +184,7 @@ def user_properties(
     for name, value in checked_pairs(properties or {}).items():
         checked_text(name, "properties", "", "names and values must be str, and not blank")
         checked_text(value, "properties", "", f"the value of {name!r} must be a str, and not blank")
-        if is_reserved(name) and name != EXPIRES_MS:
+        if is_refused(name):
             raise InvalidMessageError(f"property {name!r} is reserved; use the argument for it", "properties")
         stored[name] = value
     if keys is not None:

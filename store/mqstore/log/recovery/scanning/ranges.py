@@ -220,10 +220,7 @@ def _take_queue(result: RangeResult, edges: Edges, slots: np.NDArray[np.int64]) 
         offsets = slots[start:stop]
         low, high = int(offsets.min()), int(offsets.max())
         part.straight = False
-    if low < part.first:
-        part.first = low
-    if high >= part.stop:
-        part.stop = high + 1
+    part.first, part.stop = min(part.first, low), max(part.stop, high + 1)
     part.last_end = end
     return part
 
